@@ -1,0 +1,1 @@
+"""Intake: bytes become rows."""

@@ -1,0 +1,89 @@
+"""Where to send and with which key. Keys come from the environment or a private file, and stay in memory."""
+
+from __future__ import annotations
+
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+
+from batchrun.config import Settings
+from batchrun.errors import BatchrunError, Exit
+from batchrun.intake.shapes import Shaper, Shaping
+from batchrun.providers.presets import PRESETS, Preset, resolve
+
+__all__ = ["key_for", "preset_for", "shaper_for"]
+
+
+def preset_for(settings: Settings, environ: Mapping[str, str], *, need_key: bool = True) -> Preset:
+    """Returns where to send. With nothing named, whichever provider's key is set."""
+    if settings.provider is not None or settings.base_url is not None:
+        return resolve(settings.provider, settings.base_url)
+    if settings.api_key_env is not None or settings.api_key_file is not None:
+        return resolve("openai", None)
+    for name in ("openai", "anthropic"):
+        if environ.get(PRESETS[name].key_env or ""):
+            return resolve(name, None)
+    if not need_key:
+        return resolve("openai", None)
+    raise BatchrunError(
+        "no provider named and no key set",
+        hint="set OPENAI_API_KEY (or name another with --provider), or try it now with --provider sim",
+        exit_code=Exit.CONFIGURATION,
+    )
+
+
+def key_for(preset: Preset, settings: Settings, environ: Mapping[str, str]) -> str | None:
+    """Returns the key, from a 0600 file or the environment. Raises: BatchrunError(78) if it is needed and not there."""
+    if settings.api_key_file is not None:
+        return _key_from_file(settings.api_key_file)
+    name = settings.api_key_env or preset.key_env
+    key = environ.get(name, "").strip() if name else ""
+    if key:
+        if not key.isascii() or not key.isprintable():
+            raise BatchrunError(f"the key in {name} holds characters that no key has", exit_code=Exit.CONFIGURATION)
+        return key
+    if settings.api_key_env is not None or preset.key_required:
+        raise BatchrunError(
+            f"no key: {name} is not set",
+            hint=f"export {name}=…, or name a file with --api-key-file, or try without a key: --provider sim",
+            exit_code=Exit.CONFIGURATION,
+        )
+    return None
+
+
+def _key_from_file(path: Path) -> str:
+    try:
+        mode = path.stat().st_mode
+        if stat.S_IMODE(mode) & 0o077:
+            raise BatchrunError(
+                f"{path} can be read by others (mode {stat.S_IMODE(mode):04o})",
+                hint=f"chmod 600 {path}",
+                exit_code=Exit.CONFIGURATION,
+            )
+        key = path.read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise BatchrunError(
+            f"cannot read the key file {path}: {getattr(error, 'strerror', 'not ASCII')}",
+            exit_code=Exit.CONFIGURATION,
+        ) from None
+    if not key or not key.isprintable():
+        raise BatchrunError(f"{path} holds no key", hint="one line with the key", exit_code=Exit.CONFIGURATION)
+    return key
+
+
+def shaper_for(preset: Preset, settings: Settings) -> Shaper:
+    """Returns what turns lines into rows for a provider. Raises: BatchrunError(2) for options that cannot work."""
+    return Shaper(
+        Shaping(
+            endpoint=settings.endpoint,
+            family=preset.family,
+            model=settings.model,
+            default_model=preset.default_model,
+            system=settings.system,
+            template=settings.template,
+            max_tokens=settings.max_tokens,
+            temperature=settings.temperature,
+            params=settings.params,
+            max_tokens_name=preset.max_tokens_name,
+        )
+    )

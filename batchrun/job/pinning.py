@@ -1,0 +1,184 @@
+"""Makes sure that a job knows its input as it is: indexed once, compared if it may have changed, never changed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sqlite3
+import sys
+import time
+from collections.abc import Callable, Iterator
+from decimal import Decimal
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from batchrun.config import Settings
+from batchrun.errors import BatchrunError, Exit
+from batchrun.intake.jsonl import OversizedLine, is_plain, open_input, spool
+from batchrun.intake.shapes import Shaper
+from batchrun.job.settings import to_json
+from batchrun.records import BadRow, Line, Operation, Row
+from batchrun.run import settle
+from batchrun.run.progress import Console
+from batchrun.run.source import Indexer, input_as_json, scan
+from batchrun.run.store import Store, View, private_file, rename
+
+__all__ = ["input_of", "open_any", "pin", "readable"]
+
+SPOOL = "input.jsonl"
+"""The copy, in the job directory, of an input that cannot be read twice by offset."""
+
+
+@contextlib.contextmanager
+def open_any(input_path: str) -> Iterator[BinaryIO]:
+    """Opens an input, decoded; ``-`` is stdin."""
+    if input_path == "-":
+        yield sys.stdin.buffer
+        return
+    with readable(input_path), open_input(Path(input_path)) as stream:
+        yield stream
+
+
+@contextlib.contextmanager
+def readable(input_path: str | Path) -> Iterator[None]:
+    """Says in a person's words that an input cannot be read. Raises: BatchrunError(2)."""
+    try:
+        yield
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError) as error:
+        raise BatchrunError(
+            f"cannot read {input_path}: {error.strerror}",
+            hint="give the path of a JSONL file, or - for stdin",
+        ) from None
+
+
+def input_of(job: Path, store: View) -> Path:
+    """Returns the file whose lines the job's index points at."""
+    source = store.get("source")
+    return job / SPOOL if source["spooled"] else _found(job, source["path"])
+
+
+def _found(job: Path, path: str) -> Path:
+    """Returns where an input is now: where it was, or beside its job if both were moved together."""
+    beside = job.parent / Path(path).name
+    return beside if not Path(path).exists() and beside.exists() else Path(path)
+
+
+def pin(store: Store, job: Path, input_path: str | None, shaper: Shaper, settings: Settings, console: Console) -> None:
+    """Makes sure that the store knows the input as it is. ``input_path`` None: the one that the job remembers.
+
+    Raises: BatchrunError(65) for bad lines or an input that changed; then the job is as it was.
+    """
+    index = _Index(store, job, shaper, settings, console)
+    if input_path == "-":
+        index.spool(sys.stdin.buffer, {"path": "-", "spooled": True})
+        return
+    source = store.get("source")
+    if input_path is not None:
+        path = Path(input_path)
+    elif source is None:
+        raise BatchrunError(
+            f"the job at {job} never began", hint="run `batchrun submit INPUT` again", exit_code=Exit.INPUT
+        )
+    else:
+        path = _found(job, source["path"])
+        if source["spooled"] and not path.is_file():
+            return  # a pipe, or gone: the copy is what is sent
+    with readable(path):
+        found = path.stat()
+    stamp = {"size": found.st_size, "mtime_ns": found.st_mtime_ns, "inode": found.st_ino}
+    if source is not None and {name: source.get(name) for name in stamp} == stamp:
+        return
+    about = {"path": str(path.absolute()), "spooled": not is_plain(path), **stamp}
+    with readable(path), open_input(path) as stream:
+        if about["spooled"]:
+            index.spool(stream, about)
+        else:
+            index.take(stream, about)
+
+
+class _Index:
+    """Takes an input into a store: all of it or nothing."""
+
+    def __init__(self, store: Store, job: Path, shaper: Shaper, settings: Settings, console: Console) -> None:
+        self._store = store
+        self._job = job
+        self._shaper = shaper
+        self._settings = settings
+        self._console = console
+
+    def spool(self, stream: BinaryIO, source: dict[str, Any]) -> None:
+        """Takes in what cannot be read twice, by way of a copy; the copy before it stays unless all goes well."""
+        arriving = self._job / f"{SPOOL}.new"
+        try:
+            with private_file(arriving) as out:
+                spool(stream, out)
+                out.flush()
+                os.fsync(out.fileno())
+            with arriving.open("rb") as copy:
+                # Renamed before the index is committed: an index without its lines would be a job without its input.
+                self.take(copy, source, lambda: rename(arriving, self._job / SPOOL))
+        finally:
+            arriving.unlink(missing_ok=True)
+
+    def take(self, stream: BinaryIO, source: dict[str, Any], before_commit: Callable[[], None] = lambda: None) -> None:
+        """Scans a stream and keeps its index. Raises: BatchrunError(65) if it is invalid or not what it was."""
+        store, settings = self._store, self._settings
+        known = store if store.get("source") is not None else None
+        with store.transaction() as db:
+            if known is None:
+                db.execute("DELETE FROM chunk")
+                db.execute("DELETE FROM priority")
+            indexer = Indexer(known, lambda chunk: store.add_chunk(db, chunk))
+            refused = _Refused(store, db)
+
+            def on_line(line: Line | OversizedLine, shaped: Row | BadRow | None) -> None:
+                if not indexer.take(line, shaped):
+                    return
+                if isinstance(shaped, Row):
+                    if shaped.priority:
+                        db.execute("INSERT INTO priority VALUES (?,?)", (shaped.line, shaped.priority))
+                elif shaped is not None and settings.skip_invalid:
+                    refused.add(shaped, input_as_json(line) if isinstance(line, Line) else b"null")
+
+            def on_repeat(bad: BadRow) -> None:
+                if settings.skip_invalid and bad.line > indexer.known_lines:
+                    refused.add(bad, b"null")
+
+            found = scan(stream, self._shaper, on_line, on_repeat)
+            indexer.finish(found.lines)
+            if found.bad_count and not settings.skip_invalid:
+                self._console.bad_lines(found.bad, found.bad_count)
+                raise BatchrunError(
+                    f"{found.bad_count:,} of {found.rows:,} rows are invalid; nothing was sent",
+                    hint="mend them, or run the rest with --skip-invalid",
+                    exit_code=Exit.INPUT,
+                )
+            refused.flush()
+            store.keep(db, source=source, models=dict(found.models), settings=to_json(settings))
+            before_commit()
+        if known is not None and indexer.added:
+            self._console.notice(f"{indexer.added:,} new rows at the end of the input")
+        if found.bad_count:
+            self._console.bad_lines(found.bad, found.bad_count)
+
+
+class _Refused:
+    """Settles bad lines as failed rows, some hundreds at a time."""
+
+    def __init__(self, store: Store, db: sqlite3.Connection) -> None:
+        self._store = store
+        self._db = db
+        self._pending: list[Operation] = []
+        self._at = time.time()
+
+    def add(self, bad: BadRow, row_json: bytes) -> None:
+        custom_id = bad.custom_id or f"line-{bad.line}"
+        self._pending.append(
+            settle.unsent(bad.line, custom_id, row_json, "invalid", bad.why, sends=0, lost=Decimal(0), at=self._at)
+        )
+        if len(self._pending) >= 500:
+            self.flush()
+
+    def flush(self) -> None:
+        self._store.add(self._db, self._pending)
+        self._pending.clear()

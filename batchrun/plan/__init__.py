@@ -1,0 +1,1 @@
+"""Plan: decisions and nothing but decisions; pure, synchronous, deterministic."""

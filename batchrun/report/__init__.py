@@ -1,0 +1,1 @@
+"""Report: a pure fold over the store's records."""

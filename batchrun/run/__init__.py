@@ -1,0 +1,1 @@
+"""Run: the shell; everything that touches the world."""

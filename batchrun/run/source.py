@@ -1,0 +1,321 @@
+"""The job's input, pinned: scanned once, each line digested; afterwards rows are found by offset and verified."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import struct
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from pathlib import Path
+from typing import BinaryIO
+
+import orjson
+
+from batchrun.errors import BatchrunError, Exit
+from batchrun.intake.jsonl import MAX_LINE_BYTES, OversizedLine, read_lines
+from batchrun.intake.shapes import Shaper
+from batchrun.records import BadRow, Line, Row
+from batchrun.run.store import Chunk, View
+
+__all__ = ["Indexer", "RowReader", "Scan", "scan"]
+
+_ENTRY = struct.Struct("<IB8s")
+_BLANK, _ROW = 0, 1
+
+_CHUNK_LINES = 1024
+_CHUNK_BYTES = 1 << 20
+
+_SHOWN = 20
+"""Bad lines that a person is shown; the rest are counted."""
+
+
+def _entry(line: Line | OversizedLine, kind: int) -> bytes:
+    data = line.data if isinstance(line, Line) else b""
+    length = len(data) if isinstance(line, Line) else line.length
+    return _ENTRY.pack(length, kind, blake2b(data, digest_size=8).digest())
+
+
+# ---------------------------------------------------------------- scanning
+
+
+@dataclass(slots=True)
+class Scan:
+    """What a pass over an input found. ``bad`` are the first twenty bad lines, in input order; ``bad_count`` all."""
+
+    lines: int = 0
+    rows: int = 0
+    bad: list[BadRow] = field(default_factory=list)
+    bad_count: int = 0
+    endpoints: Counter[str] = field(default_factory=Counter)
+    models: Counter[str] = field(default_factory=Counter)
+
+    def note_bad(self, bad: BadRow) -> None:
+        """Counts a bad line; keeps it if it is among the first ones."""
+        self.bad_count += 1
+        self.bad.append(bad)
+        if len(self.bad) > _SHOWN:
+            self.bad.sort(key=lambda b: b.line)
+            del self.bad[_SHOWN:]
+
+
+class _Ids:
+    """Finds repeated ids in flat memory: SQLite's sorter spills to disk, and costs a tenth of a unique index."""
+
+    def __init__(self) -> None:
+        self._db = sqlite3.connect("")  # a private file, deleted with the connection
+        self._db.execute("PRAGMA journal_mode=OFF")
+        self._db.execute("PRAGMA synchronous=OFF")
+        self._db.execute("CREATE TABLE ids (line INTEGER PRIMARY KEY, hash INTEGER, id TEXT)")
+        self._pending: list[tuple[int, int, str]] = []
+
+    def add(self, line: int, custom_id: str) -> None:
+        self._pending.append((line, hash(custom_id), custom_id))
+        if len(self._pending) >= 4096:
+            self._flush()
+
+    def _flush(self) -> None:
+        self._db.executemany("INSERT INTO ids VALUES (?,?,?)", self._pending)
+        self._pending.clear()
+
+    def repeated(self) -> Iterator[tuple[int, str, int]]:
+        """Yields (line, id, line that has it first) for every repetition."""
+        self._flush()
+        self._db.execute("CREATE TABLE twice AS SELECT hash FROM ids GROUP BY hash HAVING count(*)>1")
+        if self._db.execute("SELECT 1 FROM twice LIMIT 1").fetchone() is None:
+            return
+        query = (
+            "SELECT line, id, first FROM (SELECT line, id, min(line) OVER (PARTITION BY id) AS first FROM ids"
+            " WHERE hash IN (SELECT hash FROM twice)) WHERE line>first ORDER BY line"
+        )
+        yield from self._db.execute(query)
+
+    def close(self) -> None:
+        self._db.close()
+
+
+def scan(
+    stream: BinaryIO,
+    shaper: Shaper,
+    on_line: Callable[[Line | OversizedLine, Row | BadRow | None], None] | None = None,
+    on_repeat: Callable[[BadRow], None] | None = None,
+) -> Scan:
+    """Reads every line once, in flat memory, and finds all that is wrong with the input.
+
+    ``on_line`` sees each line with what it is; ``on_repeat``, at the end, each line whose id an earlier one has.
+    """
+    found = Scan()
+    ids = _Ids()
+    shape = shaper.shape
+    try:
+        for line in read_lines(stream):
+            shaped = shape(line)
+            found.lines = line.number
+            if isinstance(shaped, Row):
+                found.rows += 1
+                found.endpoints[shaped.endpoint] += 1
+                found.models[shaped.model] += 1
+                ids.add(shaped.line, shaped.custom_id)
+            elif shaped is not None:
+                found.rows += 1
+                found.note_bad(shaped)
+            if on_line is not None:
+                on_line(line, shaped)
+        for number, custom_id, first in ids.repeated():
+            bad = BadRow(
+                number,
+                f"repeats custom_id `{custom_id}`, first seen on line {first}",
+                "ids must be unique",
+                custom_id,
+            )
+            found.note_bad(bad)
+            if on_repeat is not None:
+                on_repeat(bad)
+    finally:
+        ids.close()
+    found.bad.sort(key=lambda b: b.line)
+    return found
+
+
+class Indexer:
+    """Builds the index of an input while it is scanned, and holds a known input against its index.
+
+    Raises: BatchrunError(65) naming the first line that differs from what is known, or that is gone.
+    """
+
+    def __init__(self, known: View | None, write: Callable[[Chunk], None]) -> None:
+        self._known = known.chunks() if known is not None else iter(())
+        self.known_lines = known.last_line() if known is not None else 0
+        self._expected = b""
+        self._expected_from = 1
+        self._write = write
+        self._entries: list[bytes] = []
+        self._rows = 0
+        self._first: Line | OversizedLine | None = None
+        self._end = 0
+        self.added = 0
+        """Rows beyond those known."""
+
+    def take(self, line: Line | OversizedLine, shaped: Row | BadRow | None) -> bool:
+        """Takes the next line in. Returns whether it is new."""
+        entry = _entry(line, _BLANK if shaped is None else _ROW)
+        if line.number <= self.known_lines:
+            self._compare(line.number, entry)
+            return False
+        if self._first is None:
+            self._first = line
+        self._entries.append(entry)
+        self._end = line.offset + (len(line.data) if isinstance(line, Line) else line.length)
+        if shaped is not None:
+            self._rows += 1
+            self.added += 1
+        if len(self._entries) >= _CHUNK_LINES or self._end - self._first.offset >= _CHUNK_BYTES:
+            self._flush()
+        return True
+
+    def _compare(self, number: int, entry: bytes) -> None:
+        at = (number - self._expected_from) * 13
+        if at >= len(self._expected):
+            chunk = next(self._known)
+            self._expected, self._expected_from, at = chunk.entries, chunk.first_line, 0
+        if self._expected[at : at + 13] != entry:
+            raise _changed(number)
+
+    def finish(self, last_line: int) -> None:
+        """Writes what is left. ``last_line``: how many lines the input has now."""
+        if last_line < self.known_lines:
+            raise BatchrunError(
+                f"the input was truncated: line {last_line + 1} is gone, the job knows {self.known_lines} lines",
+                hint="restore the file, or start a new job with --job DIR",
+                exit_code=Exit.INPUT,
+            )
+        self._flush()
+
+    def _flush(self) -> None:
+        if self._first is None:
+            return
+        first = self._first
+        self._write(
+            Chunk(
+                first.number,
+                first.offset,
+                self._end - first.offset,
+                len(self._entries),
+                self._rows,
+                b"".join(self._entries),
+            )
+        )
+        self._entries.clear()
+        self._rows = 0
+        self._first = None
+
+
+def _changed(number: int) -> BatchrunError:
+    return BatchrunError(
+        f"line {number} of the input has changed since the job began",
+        hint="restore the file (rows may only be added at its end), or start a new job with --job DIR",
+        exit_code=Exit.INPUT,
+    )
+
+
+# ---------------------------------------------------------------- reading
+
+
+class RowReader:
+    """Reads rows of a pinned input by offset; every line is verified against its digest as it is read.
+
+    Raises: BatchrunError(65) naming the line that is not what it was.
+    """
+
+    def __init__(self, path: Path, view: View, shaper: Shaper, up_to_line: int) -> None:
+        try:
+            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise BatchrunError(
+                f"cannot read the input {path}: {error.strerror}",
+                hint="put it back where it was, or use `batchrun results` for what is done",
+                exit_code=Exit.INPUT,
+            ) from error
+        self._view = view
+        self._shaper = shaper
+        self._up_to = up_to_line
+
+    def close(self) -> None:
+        """Closes the input."""
+        os.close(self._fd)
+
+    def pending(self) -> Iterator[list[Row]]:
+        """Yields the rows without an outcome, a piece at a time: larger priority first, then input order."""
+        priorities = self._view.priorities()
+        for priority in [p for p in priorities if p > 0]:
+            yield from self._of_priority(priority)
+        for chunk in self._view.chunks():
+            if chunk.first_line > self._up_to:
+                break
+            last = min(chunk.first_line + chunk.lines - 1, self._up_to)
+            skip = self._view.settled_in(chunk.first_line, last)
+            if len(skip) >= chunk.rows and last == chunk.first_line + chunk.lines - 1:
+                continue
+            if priorities:
+                skip |= self._view.prioritised_in(chunk.first_line, last)
+            yield [self._shape(line) for line in self._lines(chunk, last) if line.number not in skip]
+        for priority in [p for p in priorities if p < 0]:
+            yield from self._of_priority(priority)
+
+    def _of_priority(self, priority: int) -> Iterator[list[Row]]:
+        after = 0
+        while lines := self._view.lines_of_priority(priority, after, 64):
+            after = lines[-1]
+            wanted = [n for n in lines if n <= self._up_to and not self._view.is_settled(n)]
+            if wanted:
+                yield [self.row(number) for number in wanted]
+
+    def row(self, number: int) -> Row:
+        """Returns the row on a line."""
+        return self._shape(self.line(number))
+
+    def line(self, number: int) -> Line:
+        """Returns a line as it is in the input."""
+        chunk = self._view.chunk_of(number)
+        offset = chunk.offset
+        at = 0
+        for _ in range(number - chunk.first_line):
+            offset += _ENTRY.unpack_from(chunk.entries, at)[0] + 1
+            at += 13
+        length, _, digest = _ENTRY.unpack_from(chunk.entries, at)
+        if length > MAX_LINE_BYTES:  # its digest is that of no bytes: nobody will read it
+            return Line(number, offset, os.pread(self._fd, 1024, offset))
+        data = os.pread(self._fd, length, offset)
+        if blake2b(data, digest_size=8).digest() != digest:
+            raise _changed(number)
+        return Line(number, offset, data)
+
+    def _lines(self, chunk: Chunk, last: int) -> Iterator[Line]:
+        data = os.pread(self._fd, chunk.size, chunk.offset)
+        at = 0
+        for index in range(last - chunk.first_line + 1):
+            length, kind, digest = _ENTRY.unpack_from(chunk.entries, index * 13)
+            if kind == _ROW:
+                piece = data[at : at + length]
+                if blake2b(piece, digest_size=8).digest() != digest:
+                    raise _changed(chunk.first_line + index)
+                yield Line(chunk.first_line + index, chunk.offset + at, piece)
+            at += length + 1
+
+    def _shape(self, line: Line) -> Row:
+        row = self._shaper.shape(line)
+        if not isinstance(row, Row):  # it was a row when it was pinned: the shaping must differ
+            raise _changed(line.number)
+        return row
+
+
+def input_as_json(line: Line, limit: int = 64 * 1024) -> bytes:
+    """Returns an input line as one JSON value for errors.jsonl: itself, or a string of ``limit`` bytes of it."""
+    data = line.data.removeprefix(b"\xef\xbb\xbf").strip()
+    try:
+        orjson.loads(data)
+    except ValueError:
+        return orjson.dumps(data[:limit].decode("utf-8", "backslashreplace"))
+    return data.replace(b"\r", b" ")
