@@ -1,4 +1,4 @@
-"""The command line: reads options, wires, maps errors to exit codes. What a command does is in run/job.py.
+"""The command line: reads options, wires, maps errors to exit codes. What a command does is in job/.
 
 Nothing heavy is imported before a command needs it, so that ``--help`` and ``status`` answer at once.
 """
@@ -22,11 +22,11 @@ from batchrun import __version__
 from batchrun.config import CONTENT, Settings, load
 from batchrun.errors import BatchrunError, Exit
 from batchrun.options import BY_KEY, OPTIONS, Option, nearest
-from batchrun.run.output import data_output, mute_stdout
+from batchrun.terminal.output import data_output, mute_stdout
 
 if TYPE_CHECKING:
-    from batchrun.run.job import Outcome
-    from batchrun.run.progress import StderrConsole
+    from batchrun.job.running import Outcome
+    from batchrun.terminal.console import StderrConsole
 
 __all__ = ["app", "main"]
 
@@ -127,9 +127,9 @@ def _command(options: Sequence[Option]) -> Callable[[Body], Body]:
 
 def _run(body: Body, values: Mapping[str, Any], flags: Mapping[str, Any], config: str | None) -> int:
     """Runs a command to its exit code."""
-    from batchrun.run.progress import StderrConsole
+    from batchrun.terminal.console import StderrConsole
 
-    console = _early_console()
+    console = _early_console(flags.get("log_format"))
     verbose = bool(flags.get("verbose"))
     try:
         settings, given = load(flags, os.environ, Path(), Path(config) if config is not None else None)
@@ -186,18 +186,19 @@ Output: TypeAlias = Annotated[
 @_command(_FOR_SUBMIT)
 def submit(source: Input, *, run: _Run) -> int:
     """Start a job, or continue the one that INPUT already has."""
-    from batchrun.run import job as jobs
+    from batchrun.job import commands
 
-    return _ended(jobs.submit(source, run.settings, run.given, os.environ, run.console), run)
+    return _ended(commands.submit(source, run.settings, run.given, os.environ, run.console), run)
 
 
 @_command(_FOR_RESUME)
 def resume(job: Job = None, *, run: _Run) -> int:
     """Continue a stopped job. It remembers everything but keys; an option given now wins."""
-    from batchrun.run import job as jobs
+    from batchrun.job import commands
+    from batchrun.job.locate import locate
 
-    path = jobs.locate(job, run.settings, cwd=Path())
-    return _ended(jobs.resume(path, run.settings, run.given, os.environ, run.console), run)
+    path = locate(job, run.settings, cwd=Path())
+    return _ended(commands.resume(path, run.settings, run.given, os.environ, run.console), run)
 
 
 def _ended(outcome: Outcome, run: _Run) -> int:
@@ -218,10 +219,11 @@ def _ended(outcome: Outcome, run: _Run) -> int:
 @_command(_FOR_STATUS)
 def status(job: Job = None, *, run: _Run) -> int:
     """Tell where a job stands, also while it runs in another terminal."""
+    from batchrun.job import standing
+    from batchrun.job.locate import locate
     from batchrun.report.text import final_summary
-    from batchrun.run import job as jobs
 
-    _tell(jobs.status(jobs.locate(job, run.settings, cwd=Path())), run.settings, final_summary)
+    _tell(standing.status(locate(job, run.settings, cwd=Path())), run.settings, final_summary)
     return Exit.OK
 
 
@@ -238,9 +240,10 @@ def report(
 ) -> int:
     """Report what a job cost and how long it took."""
     render = _renderer(form)
-    from batchrun.run import job as jobs
+    from batchrun.job import standing
+    from batchrun.job.locate import locate
 
-    document = render(jobs.report(jobs.locate(job, run.settings, cwd=Path())))
+    document = render(standing.report(locate(job, run.settings, cwd=Path())))
     with data_output(output) as out:
         out.write(document)
     return Exit.OK
@@ -260,7 +263,9 @@ def _renderer(form: str) -> Callable[[Mapping[str, Any]], bytes]:
 
         return lambda document: markdown(document).encode()
     if form == "html":
-        raise BatchrunError("--format: html is not there yet", hint="use --format markdown")
+        from batchrun.report.html import html
+
+        return lambda document: html(document).encode()
     raise BatchrunError(f"--format: `{form[:60]}` is none of text, json, markdown, html", hint="did you mean `text`?")
 
 
@@ -276,21 +281,22 @@ def results(
     """Write a job's results so far, in input order."""
     if failed and everything:
         raise BatchrunError("--failed and --all exclude each other", hint="--all has the failed rows too")
-    from batchrun.run import job as jobs
+    from batchrun.job import standing
+    from batchrun.job.locate import locate
 
-    path = jobs.locate(job, run.settings, cwd=Path())
+    path = locate(job, run.settings, cwd=Path())
     with data_output(output) as out:
-        jobs.write_results(path, "all" if everything else "failed" if failed else "succeeded", out)
+        standing.write_results(path, "all" if everything else "failed" if failed else "succeeded", out)
     return Exit.OK
 
 
 @_command(_FOR_CHECK)
 def check(source: Input, *, run: _Run) -> int:
     """Validate every line of INPUT. Nothing is sent."""
-    from batchrun.run import job as jobs
-    from batchrun.run.wording import listing
+    from batchrun.job import commands
+    from batchrun.terminal.wording import listing
 
-    result = jobs.check(source, run.settings, run.console)
+    result = commands.check(source, run.settings, os.environ)
     run.console.bad_lines(result.bad, result.bad_count)
     document = {
         "rows": result.rows,
@@ -305,10 +311,10 @@ def check(source: Input, *, run: _Run) -> int:
 @_command(_FOR_ESTIMATE)
 def estimate(source: Input, *, run: _Run) -> int:
     """Estimate tokens, batches, calls, cost and duration of INPUT. Nothing is sent."""
-    from batchrun.run import job as jobs
-    from batchrun.run.wording import listing
+    from batchrun.job.estimating import estimate as estimate_job
+    from batchrun.terminal.wording import listing
 
-    _tell(jobs.estimate(source, run.settings, run.console), run.settings, listing)
+    _tell(estimate_job(source, run.settings, os.environ, run.console), run.settings, listing)
     return Exit.OK
 
 
@@ -347,7 +353,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = app(arguments, prog_name="batchrun", standalone_mode=False)
     except _UsageError as error:
         message, hint = _usage(error, arguments)
-        _early_console(arguments).error(message, hint)
+        _early_console(_log_format(arguments)).error(message, hint)
         code = Exit.USAGE
     except (KeyboardInterrupt, typer.Abort):
         code = Exit.SIGINT
@@ -382,14 +388,18 @@ def _usage(error: Any, arguments: Sequence[str]) -> tuple[str, str]:  # noqa: AN
     return message, hint
 
 
-def _early_console(arguments: Sequence[str] | None = None) -> StderrConsole:
-    """Returns the console of errors that come before the settings are known."""
-    from batchrun.run.progress import StderrConsole
+def _log_format(arguments: Sequence[str]) -> str | None:
+    """Returns what ``--log-format`` says on a command line that could not be read."""
+    words = " ".join(arguments).replace("--log-format=", "--log-format ").split()
+    return words[words.index("--log-format") + 1] if "--log-format" in words[:-1] else None
 
-    words = sys.argv[1:] if arguments is None else arguments
-    given = " ".join(words).replace("--log-format=", "--log-format ")
-    chosen = given.partition("--log-format ")[2] or os.environ.get("BATCHRUN_LOG_FORMAT", "")
-    return StderrConsole(sys.stderr, os.environ, as_json=chosen.startswith("json"))
+
+def _early_console(log_format: str | None) -> StderrConsole:
+    """Returns the console of errors that come before the settings are known."""
+    from batchrun.terminal.console import StderrConsole
+
+    chosen = log_format or os.environ.get("BATCHRUN_LOG_FORMAT")
+    return StderrConsole(sys.stderr, os.environ, as_json=chosen == "json")
 
 
 def _open_standard_streams() -> None:

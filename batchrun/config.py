@@ -6,14 +6,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from batchrun.configfile import find_file, read_file
 from batchrun.errors import BatchrunError
 from batchrun.options import BY_KEY, nearest, read_value
-
-if TYPE_CHECKING:  # the records are many, and `--help` needs none of them
-    from batchrun.records import Endpoint
+from batchrun.records import Endpoint
 
 __all__ = ["CONTENT", "PriceOverride", "Settings", "SimSettings", "load", "overlay"]
 

@@ -16,10 +16,11 @@ from batchrun.options import BY_KEY, nearest, read_value
 __all__ = ["ConfigFile", "find_file", "read_file"]
 
 _NAME = "batchrun.toml"
+_TRUSTED_OWNERS = frozenset({0})
 _PRICE_KEYS = ("input", "output", "cached_input", "cache_write")
 _TABLES = ("profile", "profiles", "prices")
 _IN_PROFILE = {"where", "batches", "flow", "limits", "simulated provider"}
-_SECRET = re.compile(r"(^|_)(key|token|secret|password|authorization|bearer)$")
+_SECRET = re.compile(r"(^|_)(key|secret|password|authorization|bearer)$|^((api|auth|access|bearer)_)?token$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,7 @@ def find_file(cwd: Path) -> Path | None:
             owner = path.stat().st_uid
         except OSError:
             continue
-        if folder != here and owner not in {0, os.geteuid()}:
+        if folder != here and owner not in _TRUSTED_OWNERS | {os.geteuid()}:
             raise BatchrunError(
                 f"{path} belongs to another user and is not in this directory",
                 hint=f"if you trust it, name it: --config {path}",

@@ -220,9 +220,11 @@ def _table(table: Mapping[str, Any]) -> dict[str, str]:
     params: dict[str, str] = {}
     for key, value in table.items():
         try:
-            params[key] = _json(key, encoder.encode(value).decode())
-        except TypeError:
-            raise BatchrunError(f"`{key[:60]}` is nothing that JSON can say", hint="write it as text") from None
+            params[key] = encoder.encode(value).decode()
+        except (TypeError, ValueError, OverflowError):
+            raise BatchrunError(
+                f"`{key[:60]}` cannot be turned into JSON", hint="""write it yourself: param = ['key=json']"""
+            ) from None
     return params
 
 

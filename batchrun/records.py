@@ -373,7 +373,9 @@ class Prices(Protocol):
     def price(self, model: str, usage: Usage, *, service_tier: str | None = None) -> Decimal | None:
         """Returns the price of one response, or None where the model's price is unknown."""
 
-    def worst(self, model: str, input_tokens: int, output_tokens: int) -> Decimal | None:
+    def worst(
+        self, model: str, input_tokens: int, output_tokens: int, *, service_tier: str | None = None
+    ) -> Decimal | None:
         """Returns a price that no response with at most these tokens exceeds, or None where unknown."""
 
 

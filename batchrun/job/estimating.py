@@ -10,10 +10,10 @@ from batchrun.config import Settings
 from batchrun.errors import BatchrunError, Exit
 from batchrun.intake.jsonl import OversizedLine
 from batchrun.intake.tokens import Calibration, TokenCounter
-from batchrun.job.access import preset_for, shaper_for
+from batchrun.job.access import preset_for, prices_for, shaper_for
 from batchrun.job.pinning import open_any
 from batchrun.plan.pack import PackBudget, Packer
-from batchrun.records import BadRow, Line, Row
+from batchrun.records import BadRow, Line, Row, Usage
 from batchrun.report.prices import PriceBook
 from batchrun.run.batching import UNLIMITED_OUTPUT_TOKENS
 from batchrun.run.progress import Console
@@ -31,8 +31,7 @@ _ASSUMED_LATENCY_S = 3.0
 def estimate(input_path: str, settings: Settings, environ: Mapping[str, str], console: Console) -> dict[str, Any]:
     """Returns what running the input would take. Raises: BatchrunError(65) for bad lines, unless they are skipped."""
     preset = preset_for(settings, environ, need_key=False)
-    prices = PriceBook(settings.price, settings.prices, provider=preset.name, base_url=settings.base_url)
-    sums = _Sums(settings, prices)
+    sums = _Sums(settings, prices_for(preset, settings))
 
     def on_line(_: Line | OversizedLine, shaped: Row | BadRow | None) -> None:
         if isinstance(shaped, Row) and (settings.limit is None or sums.rows < settings.limit):
@@ -86,7 +85,7 @@ class _Sums:
             self.unlimited += 1
             most = UNLIMITED_OUTPUT_TOKENS
         self.most_output += most
-        least_usd = self.prices.worst(row.model, tokens, 0)
+        least_usd = self.prices.price(row.model, Usage(tokens, 0))
         most_usd = self.prices.worst(row.model, tokens, most)
         if least_usd is None or most_usd is None:
             self.unpriced[row.model] = self.unpriced.get(row.model, 0) + 1

@@ -17,6 +17,7 @@ from batchrun.config import Settings
 from batchrun.errors import BatchrunError, Exit
 from batchrun.intake.shapes import Shaper
 from batchrun.intake.tokens import Calibration, TokenCounter
+from batchrun.job.access import prices_for
 from batchrun.job.pinning import input_of
 from batchrun.job.settings import to_json
 from batchrun.job.standing import project, stand
@@ -25,10 +26,9 @@ from batchrun.plan.schedule import Flow, Schedule, Stop
 from batchrun.providers.presets import Preset, make_provider
 from batchrun.records import Doubted, Operation, Reopened, RunEnded, RunStarted
 from batchrun.report import metrics
-from batchrun.report.prices import PriceBook
 from batchrun.report.tally import Tally
 from batchrun.run import settle
-from batchrun.run.batching import prepare
+from batchrun.run.batching import prepare, worst_price
 from batchrun.run.engine import Counters, Engine
 from batchrun.run.progress import Console
 from batchrun.run.sim import SimTransport
@@ -70,7 +70,7 @@ class Run:
         self.settings = settings
         self.console = console
         self.started = started
-        self.prices = PriceBook(settings.price, settings.prices, provider=preset.name, base_url=settings.base_url)
+        self.prices = prices_for(preset, settings)
         self.last_line = _limit_line(store, settings.limit)
         self.total = store.rows(self.last_line)
         self.left_at_once = False
@@ -190,9 +190,10 @@ class Run:
             self.store.intents(),
             count=counter.count if exact else counter.estimate,
             calibration=calibration,
-            prices=self.prices if settings.budget_usd is not None else None,
             budget=PackBudget(settings.batch_tokens, settings.batch_rows, settings.batch_bytes),
         )
+
+        worst = worst_price(self.prices, calibration) if settings.budget_usd is not None else None
 
         async def run() -> Stop | None:
             transport = (
@@ -204,7 +205,7 @@ class Run:
                 store=self.store,
                 reader=self.reader,
                 batches=batches,
-                schedule=Schedule(flow, random.Random(), time.monotonic()),  # noqa: S311 - jitter, not secrets
+                schedule=Schedule(flow, random.Random(), time.monotonic(), worst),  # noqa: S311 - jitter
                 provider=make_provider(self.preset, self.key),
                 client=Client(transport),
                 prices=self.prices,

@@ -46,3 +46,7 @@ class Budget:
             return worst_usd
         self.spent_usd += cost_usd
         return NOTHING
+
+    def shortfall(self, worst_usd: Decimal) -> str:
+        """Says in words that ``worst_usd`` does not fit."""
+        return f"${self.spent_usd} of ${self.cap_usd} is spent, and the next call may cost ${worst_usd}"

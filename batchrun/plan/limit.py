@@ -30,6 +30,8 @@ STEADY, SCATTERED = 0.08, 0.12
 rate."""
 HEADROOM = 1.4
 """Where the pace rules, the window is this many times what it fills."""
+BELOW = 0.95
+"""After a cut the pace is this share of what was let in, so that the next refusal is a while off."""
 YIELD = 0.95
 """A further cut of the pace leaves at most this share of it."""
 FIRST_STEP, LAST_STEP = 0.01, 0.25
@@ -91,7 +93,9 @@ class Limit:
         self._judged_at = -inf
         self._last_admitted = 0
         self._others = 0
-        self._met: deque[tuple[int, bool]] = deque(maxlen=3)
+        self._refused_order = self._after = 0
+        self.sends = 0
+        self._met: deque[tuple[int, bool]] = deque(maxlen=5)
         # climbing and resting
         self._step = 0
         self._anchor: tuple[float, _Flow] | None = None
@@ -128,6 +132,7 @@ class Limit:
         """A call went out."""
         self._count(now, 1)
         self._recent.append(now)
+        self.sends += 1
         if self._pace:
             self._pace.take(now, 1.0)
 
@@ -146,10 +151,10 @@ class Limit:
         self._answers += 1
         self._tokens += tokens
         self._service_s += service_s
-        if now >= self._round_ends and self._answers >= max(6, min(40, self.window / 2)):
+        if now >= self._round_ends and self._answers >= max(8, min(40, self.window / 2)):
             self._end_round(now)
 
-    def refused(self, now: float, sent_at: float, others: int) -> float:
+    def refused(self, now: float, sent_at: float, others: int, order: int) -> float:
         """A call was refused; returns the seconds for which nothing more should be sent.
 
         One cut for a cohort: calls sent before the cut say nothing about the window after it. They only show that
@@ -161,11 +166,15 @@ class Limit:
         if sent_at <= self._cut_at:
             if self._cutting:
                 self._admitted -= 1
+                if order > self._refused_order:
+                    self._after -= 1
             return 0.0
         self._cutting = True
         self._cut_at = now
         self._admitted = self.in_flight
         self._others = others
+        self._refused_order = order
+        self._after = self.sends - order
         self._refused_sent_at = sent_at
         return self._cool_down_s(now - sent_at)
 
@@ -204,24 +213,30 @@ class Limit:
         if self.kind == "rate":
             self._follow_pace(now, "rate_limited: server limits the rate")
         else:
-            self._move(now, max(self._admitted, self._window / 2), "rate_limited")
+            fill = self._pace.rate * self.rtt_s + 1.5 if self._pace else 0.0
+            self._move(now, max(self._admitted, self._window / 2, fill), "rate_limited")
 
     def _judge(self, admitted: int) -> None:
         """Tells the kind of limit from what was in service when it was met, over the last three cuts."""
         independent = self.rtt_s > 0 and self._cut_at - self._judged_at >= self.rtt_s
-        consistent = self._others >= 0.95 * self._last_admitted
-        self._last_admitted = max(1, admitted)
+        consistent = self._others >= self._last_admitted
+        self._last_admitted = max(1, admitted - self._after)
         if consistent and not independent:
             return
         self._judged_at = self._cut_at
         self._met.append((max(1, admitted), consistent))
         counts = [count for count, _ in self._met]
         spread = (max(counts) - min(counts)) / (sum(counts) / len(counts))
-        consistents = sum(c for _, c in self._met)
-        if consistents <= len(self._met) - 2 or (len(self._met) == 3 and spread > SCATTERED):
+        contradictions = [c for _, c in self._met][-3:].count(False)
+        if contradictions >= 2:
             self.kind = "rate"
-        elif consistents == 3 and spread <= STEADY:
-            self.kind = "in-flight"
+        elif self.kind == "in-flight" and not consistent:
+            self.kind = None
+        elif contradictions == 0 and len(self._met) >= 3:
+            if spread > SCATTERED:
+                self.kind = "rate"
+            elif spread <= STEADY and min(counts) >= 4 and (self.kind is None or len(self._met) == 5):
+                self.kind = "in-flight"
 
     def _rate_met(self) -> float:
         """Returns the calls a second that were let in before the refusal, 0.0 if too few say."""
@@ -230,7 +245,7 @@ class Limit:
         n = len(self._recent)
         span = self._recent[-1] - self._recent[0] if n else 0.0
         self._recent.clear()
-        return (n - 1) / span if n >= 10 and span >= self.rtt_s > 0 else 0.0
+        return BELOW * (n - 1) / span if n >= 10 and span >= self.rtt_s > 0 else 0.0
 
     def _set_pace(self, now: float, rate: float) -> None:
         rate = max(rate, 1.0 / 60.0)
@@ -312,7 +327,7 @@ class Limit:
         window, before = self._anchor
         grown = self._window / window - 1.0
         if not ruled and grown >= CHECK_EVERY and flow.answers >= 40 and before.answers >= 40:
-            if max(flow.calls_s/before.calls_s, flow.tokens_s / before.tokens_s) < (1.0 + WORTH * grown):
+            if max(flow.calls_s / before.calls_s, flow.tokens_s / before.tokens_s) < (1.0 + WORTH * grown):
                 self._phase = "rest"
                 self._rest_until = now + REST_S
                 self._move(now, window, "no gain from more")
@@ -321,7 +336,7 @@ class Limit:
         step = 1.0 + min(LAST_STEP, FIRST_STEP * 2.0 ** (self._step // 2))
         self._step += 1
         if self.kind is None:
-            step = 1.0 + min(LAST_STEP, 4*FIRST_STEP * 2.0 ** self._step)
+            step = 1.0 + min(LAST_STEP, 4 * FIRST_STEP * 2.0**self._step)
         if self._pace is not None:
             self._set_pace(now, self._pace.rate * step)
         if ruled:

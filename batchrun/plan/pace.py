@@ -6,7 +6,7 @@ from collections import deque
 
 from batchrun.records import Quota
 
-__all__ = ["KnownQuota", "OutputEstimate", "Pace"]
+__all__ = ["Expectation", "KnownQuota", "Pace", "Sample"]
 
 SHARE = 0.98
 """Of a known limit: the rest absorbs clock and rounding differences between the server and us."""
@@ -14,10 +14,10 @@ MINUTE_S = 60.0
 
 
 class Pace:
-    """A bucket of ``rate`` units a second holding at most ``burst``; it may go into debt for one large call.
+    """A bucket of ``rate`` units a second, filling up to ``burst``; it may go into debt for one large call.
 
-    A call may go when the bucket holds its units, or is full where the call is larger than the bucket, so nothing
-    waits for ever.
+    A call may go when the bucket holds its units, or is full where the call is larger than the bucket: so
+    nothing waits for ever.
     """
 
     __slots__ = ("_at", "_level", "burst", "rate")
@@ -29,9 +29,10 @@ class Pace:
         self._at = now
 
     def level(self, now: float) -> float:
-        """Returns the units there are now; negative while in debt."""
+        """Returns the units there are now; negative while in debt, above ``burst`` only by what was given back."""
         if now > self._at:
-            self._level = min(self.burst, self._level + (now - self._at) * self.rate)
+            if self._level < self.burst:
+                self._level = min(self.burst, self._level + (now - self._at) * self.rate)
             self._at = now
         return self._level
 
@@ -42,105 +43,157 @@ class Pace:
 
     def take(self, now: float, units: float) -> None:
         """Charges ``units``; negative gives back what was charged too much."""
-        self._level = min(self.burst, self.level(now) - units)
+        self._level = self.level(now) - units
 
-    def clamp(self, now: float, low: float, high: float) -> None:
-        """Corrects the level by what is known of the truth."""
-        self._level = min(self.burst, max(low, min(high, self.level(now))))
+    def between(self, now: float, low: float, high: float) -> None:
+        """Corrects the level to what is known of the truth."""
+        self._level = max(low, min(high, self.level(now)))
+
+    def turn(self, now: float, rate: float, burst: float) -> None:
+        """Goes on at another rate."""
+        self.level(now)
+        self.rate, self.burst = rate, burst
+        self._level = min(burst, self._level)
 
 
 class KnownQuota:
-    """One quota per minute: what the user set, and what the server's headers say of its own bucket.
+    """One quota per minute: what the user set (``own``), and what the server's headers tell of its bucket (``told``).
 
-    The user's limit is spread evenly: no burst beyond a quarter of a second. The server's own bucket is used as far
-    as it is filled (a full one may be emptied at once) but never overdrawn.
+    The user's limit is spread evenly, with no burst beyond a quarter of a second. The server's own bucket is used as
+    far as it is filled (a full one may be emptied at once) but never overdrawn.
     """
 
-    __slots__ = ("_sent", "own", "told")
+    __slots__ = ("_basis", "_least_scale", "_scale", "_sent", "own", "told")
 
     OWN_BURST_S = 0.25
+    LEARN_FROM = 0.05
+    """Of the limit: so much must have been charged between two replies before they say how the server charges."""
 
-    def __init__(self, now: float, per_minute: int | None, smallest_burst: float) -> None:
+    def __init__(self, now: float, per_minute: int | None, *, least_scale: float = 1.0) -> None:
         self._sent = 0.0
+        self._least_scale = least_scale
+        self._scale = 1.0
+        self._basis: tuple[float, float, float] | None = None
         self.told: Pace | None = None
         self.own: Pace | None = None
         if per_minute is not None:
             rate = SHARE * per_minute / MINUTE_S
-            self.own = Pace(now, rate, max(smallest_burst, rate * self.OWN_BURST_S))
+            self.own = Pace(now, rate, max(1.0, rate * self.OWN_BURST_S))
 
-    def wait_s(self, now: float, units: float) -> float:
-        """Returns the seconds until ``units`` may go out."""
+    def wait_s(self, now: float, units: float, most: float) -> float:
+        """Returns the seconds until a call may go out: ``units`` are expected of it, ``most`` it may be charged."""
         wait = self.own.wait_s(now, units) if self.own else 0.0
-        return max(wait, self.told.wait_s(now, units)) if self.told else wait
+        return max(wait, self.told.wait_s(now, most * self._scale)) if self.told else wait
 
-    def take(self, now: float, units: float) -> float:
-        """Charges a send; returns its mark: all that was charged up to and with it, for ``learn``."""
+    def take(self, now: float, units: float, most: float) -> float:
+        """Charges a send; returns its mark: all that was sent up to and with it, for ``learn``."""
         if self.own:
             self.own.take(now, units)
         if self.told:
-            self.told.take(now, units)
-        self._sent += units
+            self.told.take(now, most * self._scale)
+        self._sent += most
         return self._sent
 
+    def give_back(self, now: float, units: float, most: float) -> None:
+        """Undoes the charge of a call that the server did not take."""
+        self.correct(now, -units)
+        if self.told:
+            self.told.take(now, -most * self._scale)
+
     def correct(self, now: float, units: float) -> None:
-        """Charges (or, negative, gives back) the difference once a call's true use is known."""
+        """Charges the difference to what was expected, once the true use is known."""
         if self.own:
             self.own.take(now, units)
-        if self.told:
-            self.told.take(now, units)
+
+    def exhausted(self, now: float, most: float) -> bool:
+        """Says whether the server's bucket, as far as it is known, does not hold such a call."""
+        return self.told is not None and self.told.wait_s(now, most * self._scale) > 0.0
 
     def learn(self, now: float, quota: Quota, sent_at: float, mark: float) -> None:
         """Takes a reply's headers as the truth of the server's bucket at some moment between ``sent_at`` and now.
 
-        What was charged after ``mark`` may not be in ``remaining`` yet, so it is taken off; what has flowed in since
-        is at least nothing and at most the rate times the call's age.
+        What was sent after ``mark`` may not be in ``remaining`` yet, so it is taken off; what has flowed in since is
+        at least nothing and at most the rate times the call's age.
         """
-        if not quota.limit or quota.limit <= 0:
+        if quota.limit is None or quota.limit <= 0:
             return
-        rate = quota.limit / MINUTE_S
-        remaining = quota.limit if quota.remaining is None else max(0, quota.remaining)
+        rate, burst = quota.limit / MINUTE_S, float(quota.limit)
+        remaining = quota.limit if quota.remaining is None else max(0, min(quota.limit, quota.remaining))
         if quota.reset_s is not None and quota.reset_s > MINUTE_S * 1.05:
             # A bucket per minute is full again within the minute: this one refills more slowly (a day's, an hour's).
             rate = max(quota.limit - remaining, 1) / quota.reset_s
         if self.told is None:
-            self.told = Pace(now, SHARE * rate, float(quota.limit))
-        self.told.rate = SHARE * rate
-        self.told.burst = float(quota.limit)
+            self.told = Pace(now, SHARE * rate, burst)
+        self.told.turn(now, SHARE * rate, burst)
         if quota.remaining is not None:
-            low = remaining - (self._sent - mark)
-            self.told.clamp(now, low, low + rate * (now - sent_at))
+            self._learn_scale(sent_at, remaining, rate, quota.limit, mark)
+            low = remaining - (self._sent - mark) * self._scale
+            self.told.between(now, low, low + rate * (now - sent_at))
+
+    def _learn_scale(self, at: float, remaining: float, rate: float, limit: int, mark: float) -> None:
+        """Compares what the server took between two replies with what may have been charged at most.
+
+        So a server that charges max_tokens at admission, one that charges the true use, and one that counts tokens
+        in its own way are all used to the full.
+        """
+        if self._basis is None:
+            self._basis = (at, remaining, mark)
+            return
+        then, before, first = self._basis
+        if mark - first < self.LEARN_FROM * limit:
+            return
+        self._basis = (at, remaining, mark)
+        charged = (before - remaining + rate * (at - then)) / (mark - first)
+        if charged > 0.0 and max(before, remaining) < limit:  # a full bucket does not show what flowed over
+            self._scale += 0.5 * (max(self._least_scale, min(4.0, charged)) - self._scale)
 
 
-class OutputEstimate:
-    """How much of the output that a request allows is really used: the running 90th percentile per model.
+class Sample:
+    """A call's place in the order of sending: its share of the allowed output is entered there when it is known."""
+
+    __slots__ = ("share",)
+
+    def __init__(self) -> None:
+        self.share: float | None = None
+
+
+class Expectation:
+    """How much of the output that a request allows is really used: the running 90th percentile.
 
     Sampled in the order of sending, because the first replies back are the short ones; the maximum is assumed until
     fifty are known.
     """
 
-    __slots__ = ("_sorted_at", "_samples", "_share", "_known")
+    __slots__ = ("_counted", "_known", "_open", "_ranked_at", "share")
 
-    SAMPLES = 500
+    KEPT = 500
     ENOUGH = 50
     PERCENTILE = 0.9
+    OPEN_AT_MOST = 2_000
+    """A straggler holds back those behind it, but no more than so many."""
 
     def __init__(self) -> None:
-        self._samples: deque[float] = deque(maxlen=self.SAMPLES)
-        self._known = 0
-        self._share = 1.0
-        self._sorted_at = 0
+        self._open: deque[Sample] = deque()
+        self._known: deque[float] = deque(maxlen=self.KEPT)
+        self._counted = 0
+        self._ranked_at = 0
+        self.share = 1.0
 
-    def expect(self, max_output: int) -> float:
-        """Returns the output tokens to expect of a call that allows ``max_output``."""
-        return max_output * self._share
+    def sent(self) -> Sample:
+        """Returns the place of a call that goes out now."""
+        sample = Sample()
+        self._open.append(sample)
+        return sample
 
-    def sample(self, used: int, max_output: int) -> None:
-        """Takes what one call used of what it allowed."""
-        if max_output <= 0:
-            return
-        self._samples.append(min(1.0, used / max_output))
-        self._known += 1
-        if self._known >= self.ENOUGH and self._known - self._sorted_at >= self.ENOUGH:
-            self._sorted_at = self._known
-            ranked = sorted(self._samples)
-            self._share = ranked[int(self.PERCENTILE * (len(ranked) - 1))]
+    def ended(self, sample: Sample, share: float | None) -> None:
+        """Enters what the call used of what it allowed; None where that will never be known."""
+        sample.share = -1.0 if share is None else share
+        while self._open and (self._open[0].share is not None or len(self._open) > self.OPEN_AT_MOST):
+            known = self._open.popleft().share
+            if known is not None and known >= 0.0:
+                self._known.append(known)
+                self._counted += 1
+        if self._counted >= self.ENOUGH and self._counted - self._ranked_at >= self.ENOUGH:
+            self._ranked_at = self._counted
+            ranked = sorted(self._known)
+            self.share = ranked[int(self.PERCENTILE * (len(ranked) - 1))]

@@ -42,7 +42,11 @@ class Packer:
         rows, tokens, size = [], 0, 0
         while self._rows:
             row, t = self._rows[0]
-            if rows and (tokens + t > self._budget.tokens or len(rows) >= self._budget.rows or size + len(row.body) > self._budget.bytes):
+            if rows and (
+                tokens + t > self._budget.tokens
+                or len(rows) >= self._budget.rows
+                or size + len(row.body) > self._budget.bytes
+            ):
                 break
             rows.append(row)
             tokens += t

@@ -101,6 +101,7 @@ class Breaker:
         self.opened_at: float | None = None
         self.probe_at = 0.0
         self.probing = False
+        """The one probe is out."""
 
     def succeeded(self) -> None:
         """Takes a success into account while closed."""
@@ -118,14 +119,6 @@ class Breaker:
         self._probes = 0
         self._plan_probe(now)
         return True
-
-    def probe(self) -> None:
-        """Marks the one probe as sent."""
-        self.probing = True
-
-    def withdrawn(self) -> None:
-        """The probe was not sent after all."""
-        self.probing = False
 
     def probed(self, now: float, *, succeeded: bool) -> None:
         """Takes the probe's end: closes, or plans the next probe later than the last."""

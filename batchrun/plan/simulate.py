@@ -128,9 +128,7 @@ class Result:
         return max(self.bound_s, key=lambda what: self.bound_s[what], default="input")
 
 
-def simulate(
-    flow: Flow, model: ServerModel, work: Iterable[Work], *, seed: int = 0, until_s: float = inf
-) -> Result:
+def simulate(flow: Flow, model: ServerModel, work: Iterable[Work], *, seed: int = 0, until_s: float = inf) -> Result:
     """Runs ``work`` to its end, or until ``until_s``, against a server like ``model``; returns how it went."""
     return _Run(flow, model, iter(work), seed, until_s).run()
 

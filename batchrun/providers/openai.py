@@ -104,12 +104,13 @@ def read_chat(row: Row, doc: dict[str, Any], body: bytes, headers: Mapping[str, 
     parse = b'"response_format"' in row.body and wants_json(row.body, "response_format")
     values = []
     for place, choice in enumerate(choices):
-        if not isinstance(choice, dict) or not isinstance(message := choice.get("message"), dict):
-            if error := read_error(choice):
-                return Broken(error.message, error, usage, processed=True)
-            return Broken("a choice of the reply has no message", usage=usage)
-        if choice.get("error") and (error := read_error(choice)):
+        if not isinstance(choice, dict):
+            return Broken("a choice of the reply is no object", usage=usage)
+        if choice.get("error") and (error := read_error(choice)):  # OpenRouter: it broke off midway
             return Broken(error.message, error, usage, processed=True)
+        message = choice.get("message")
+        if not isinstance(message, dict):
+            return Broken("a choice of the reply has no message", usage=usage)
         values.append(_chat_value(message, place, body, parse=parse))
     return Output(
         values[0] if len(values) == 1 else join(values),

@@ -311,7 +311,8 @@ class Tally:
         self.run_at = self.last_at = started.at
         self.runs_started += 1
         self.runs.append({"run": started.run, "started_at": started.at, "rows": started.rows, "state": None})
-        if len(self.runs) > _MAX_RUNS:
+        if len(self.runs) > 1 + _MAX_RUNS:
+            # The first and the last ones stay.
             del self.runs[1]
         self.timeline.start(started.at)
 

@@ -38,8 +38,9 @@ def final_summary(summary: Mapping[str, Any]) -> str:
     counts = [f"{rows['succeeded']:,} succeeded", f"{rows['failed']:,} failed"]
     counts += [f"{rows[name]:,} {name.replace('_', ' ')}" for name in ("pending", "in_doubt") if rows[name]]
     cost = money(summary["cost_usd"])
-    if summary["cost_unknown_rows"]:
-        cost += f", and {summary['cost_unknown_rows']:,} rows of unknown cost"
+    unknown = summary["cost_unknown_rows"]
+    if unknown:
+        cost += f", and {unknown:,} row{'s' * (unknown != 1)} of unknown cost"
     if summary["spent_usd"] != summary["cost_usd"]:
         cost += f"; {money(summary['spent_usd'])} counted as spent"
     if summary["budget_usd"] is not None:

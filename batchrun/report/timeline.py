@@ -46,7 +46,6 @@ class Timeline:
     def start(self, at: float) -> None:
         """A run begins: the time since the run before is nobody's."""
         self._last_at = at
-        self._pending = 0
 
     def add(self, sample: Sampled) -> None:
         """Takes one sample into account. A wall clock that steps back gives a span of 0."""

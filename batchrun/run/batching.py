@@ -9,19 +9,19 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from decimal import Decimal
 
+import orjson
+
+from batchrun.errors import BatchrunError, Exit
 from batchrun.intake.tokens import Calibration
 from batchrun.plan.pack import PackBudget, Packer
 from batchrun.records import Batch, Call, Prices, Row
 from batchrun.run.source import RowReader
 from batchrun.run.store import Intent
 
-__all__ = ["UNLIMITED_OUTPUT_TOKENS", "Prepared", "prepare"]
+__all__ = ["UNLIMITED_OUTPUT_TOKENS", "Prepared", "prepare", "worst_price"]
 
 UNLIMITED_OUTPUT_TOKENS = 131_072
 """Output reserved under a budget for a row that names no limit: no current model writes more in one answer (128 Ki)."""
-
-_MARGIN = Decimal("1.1")
-"""Input reserved over the count: the bundled vocabulary is not every model's own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,21 +38,19 @@ def prepare(
     *,
     count: Callable[[Row], int],
     calibration: Calibration,
-    prices: Prices | None,
     budget: PackBudget,
 ) -> Iterator[Prepared]:
-    """Yields the pending rows in batches, larger priority first. ``prices`` is given where money must be reserved."""
+    """Yields the pending rows in batches, larger priority first."""
     before = {intent.line: intent for intent in intents}
 
+    def prepared(batch: Batch) -> Prepared:
+        return Prepared(batch, [call(row, batch.id) for row in batch.rows])
+
     def call(row: Row, batch: int) -> Call:
-        tokens = calibration.correct(row.model, row.tokens)
-        reserved = Decimal(0)
-        if prices is not None:
-            worst = prices.worst(row.model, _most_input(row, tokens, calibration), _most_output(row))
-            reserved = worst if worst is not None else reserved
         known = before.get(row.line)
         sends, attempts = (known.sends, known.attempts) if known is not None else (0, 0)
-        return Call((row,), batch, tokens, reserved, row.priority, sends, attempts)
+        tokens = calibration.correct(row.model, row.tokens)
+        return Call((row,), batch, tokens, Decimal(0), row.priority, sends, attempts)
 
     packer = Packer(budget)
     for rows in reader.pending():
@@ -60,15 +58,40 @@ def prepare(
             row.tokens = count(row)
             packer.add(row, calibration.correct(row.model, row.tokens) + (row.max_output or 0))
             while (batch := packer.pack()) is not None:
-                yield Prepared(batch, [call(r, batch.id) for r in batch.rows])
+                yield prepared(batch)
     for batch in packer.flush():
-        yield Prepared(batch, [call(r, batch.id) for r in batch.rows])
+        yield prepared(batch)
 
 
-def _most_input(row: Row, tokens: int, calibration: Calibration) -> int:
-    """Input that the provider will not exceed: the count under the worst ratio seen of the model, with a margin."""
-    return int(max(tokens, row.tokens * calibration.highest(row.model)) * _MARGIN) + 16
+def worst_price(prices: Prices, calibration: Calibration) -> Callable[[Call], Decimal]:
+    """Returns what prices a call at its worst, by what is known of its models just then.
+
+    Input: under the worst ratio of actual to estimated tokens that any reply has shown, with a margin; before there are
+    replies, the body's bytes, since no tokenizer makes more tokens than bytes. Output: all that the row allows.
+    Raises: BatchrunError(78) where the price is unknown, so that the budget could not be kept.
+    """
+
+    def worst(call: Call) -> Decimal:
+        return sum((_worst(row) for row in call.rows), Decimal(0))
+
+    def _worst(row: Row) -> Decimal:
+        most_input = calibration.most(row.model, row.tokens) or max(len(row.body), row.tokens)
+        most_output = UNLIMITED_OUTPUT_TOKENS if row.max_output is None else row.max_output
+        price = prices.worst(row.model, most_input, most_output, service_tier=_service_tier(row))
+        if price is None:
+            raise BatchrunError(
+                f"--budget needs a price, and none is known for what line {row.line} asks of `{row.model}`",
+                hint="give --price-in and --price-out, or take the service tier out of the row",
+                exit_code=Exit.CONFIGURATION,
+            )
+        return price
+
+    return worst
 
 
-def _most_output(row: Row) -> int:
-    return UNLIMITED_OUTPUT_TOKENS if row.max_output is None else row.max_output
+def _service_tier(row: Row) -> str | None:
+    """The tier that a row asks for: a dearer one costs more than the list price."""
+    if b'"service_tier"' not in row.body:
+        return None
+    tier = orjson.loads(row.body).get("service_tier")
+    return tier if isinstance(tier, str) and tier not in ("auto", "default") else None

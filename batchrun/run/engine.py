@@ -155,6 +155,8 @@ class Engine:
                 self._pump()
                 await self._finished.wait()
                 self._tasks.cancel_scope.cancel()
+        except BaseExceptionGroup as group:  # a defect: say what happened, not that something did
+            raise group.exceptions[0] from None
         finally:
             for handle in (self._timer, self._grace):
                 if handle is not None:
@@ -204,7 +206,11 @@ class Engine:
         now = self._clock()
         schedule = self._schedule
         while True:
-            decision = schedule.next(now)
+            try:
+                decision = schedule.next(now)
+            except BatchrunError as error:  # a call that cannot be priced
+                self._fail(error)
+                return
             if isinstance(decision, Send):
                 self._hand_out(decision.call)
                 continue

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import select
+import socket
 import zlib
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
@@ -33,6 +34,8 @@ MAX_HEAD_BYTES = 64 * 1024
 """Status line, headers, and later framing beyond the size of the body itself."""
 ERROR_BODY_S = 10.0
 """How long the body of a reply that is not 2xx is waited for."""
+KEEP_ALIVE_S = 60
+"""The kernel asks after a peer that is silent for so long, as often as it stays silent."""
 OVERSLEPT_S = 1.0
 """A deadline that fires this late was missed because the process did not run, not by a slow server."""
 GRACE_S = 2.0
@@ -58,34 +61,40 @@ class Decoder:
         if self._encoding not in (b"gzip", b"x-gzip", b"deflate"):
             raise httpx.DecodingError("the reply has a content encoding that was not asked for")
         self._left = cap + 1
-        self._fresh = True
-        self._inflate = zlib.decompressobj(zlib.MAX_WBITS | (0 if self._encoding == b"deflate" else 16))
+        self._start = b""
+        self._inflate: Any = None
 
     def feed(self, data: bytes) -> bytes:
         """Returns what ``data`` decodes to; together all calls return at most ``cap`` + 1 bytes."""
+        if self._inflate is None:
+            data = self._start + data
+            if len(data) < 2:
+                self._start = data
+                return b""
+            self._inflate = zlib.decompressobj(self._window(data))
         out = b""
-        while data and self._left > 0:
-            try:
+        try:
+            while data and self._left > 0:
                 piece = self._inflate.decompress(data, self._left)
-            except zlib.error:
-                if not (self._fresh and self._encoding == b"deflate"):
-                    raise httpx.DecodingError("the reply's compressed body is broken") from None
-                # Some servers mean the bare stream when they say deflate.
-                self._fresh, self._inflate = False, zlib.decompressobj(-zlib.MAX_WBITS)
-                continue
-            self._fresh = False
-            self._left -= len(piece)
-            out += piece
-            data = self._inflate.unused_data
-            if data and self._encoding != b"deflate":  # a gzip stream may have several members
-                self._inflate = zlib.decompressobj(zlib.MAX_WBITS | 16)
-            elif data:
-                break
+                self._left -= len(piece)
+                out += piece
+                data = self._inflate.unused_data
+                if data:  # a stream may have several members
+                    self._inflate = zlib.decompressobj(self._window(data))
+        except zlib.error:
+            raise httpx.DecodingError("the reply's compressed body is broken") from None
         return out
 
+    def _window(self, data: bytes) -> int:
+        """Returns zlib's code for the format. ``deflate`` is zlib's, but some servers mean the bare stream."""
+        if self._encoding != b"deflate":
+            return zlib.MAX_WBITS | 16
+        return zlib.MAX_WBITS if data[0] & 15 == 8 and int.from_bytes(data[:2]) % 31 == 0 else -zlib.MAX_WBITS
+
     def finish(self) -> None:
-        """Raises ``httpx.DecodingError`` where the stream has not come to its end (an empty body has)."""
-        if not (self._fresh or self._inflate.eof):
+        """Raises ``httpx.DecodingError`` where the stream has not come to its end; no bytes at all are one."""
+        ended = not self._start if self._inflate is None else self._inflate.eof
+        if not ended:
             raise httpx.DecodingError("the reply's compressed body is cut short")
 
 
@@ -129,6 +138,7 @@ class Connection(asyncio.Protocol):
         self._cap = MAX_REPLY_BYTES
         self._decoder: Decoder | None = None
         self._in_body = False
+        self._framed = False
         self._complete = False
         self._keep_alive = False
         self._ended_by_server = False
@@ -142,14 +152,13 @@ class Connection(asyncio.Protocol):
         Asks the kernel, because an end that has arrived may not have been read yet; of a request written
         after it nobody knows whether it was processed.
         """
-        return self.usable and not self._poll.poll(0)
+        return self.usable and not self._transport.is_closing() and not self._poll.poll(0)
 
     def exchange(self, head: bytes, body: bytes, deadline: float) -> asyncio.Future[Answer]:
         """Writes a request; the future gives its Answer, or an exception of the table above by ``deadline``.
 
         A cancelled future leaves the connection in an unknown state: ``close`` it.
         """
-        self._reset()
         self.usable = False
         self._deadline = deadline
         self._waiter = self._loop.create_future()
@@ -172,7 +181,13 @@ class Connection(asyncio.Protocol):
         """Takes the transport; the connection is usable from here on."""
         self._transport = cast("asyncio.Transport", transport)
         self._connected = True
-        self._poll.register(transport.get_extra_info("socket").fileno(), select.POLLIN)
+        sock = transport.get_extra_info("socket")
+        self._poll.register(sock.fileno(), select.POLLIN)
+        # A model may think for ten minutes; middleboxes forget a silent connection sooner.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name in ("TCP_KEEPIDLE", "TCP_KEEPINTVL"):
+            if hasattr(socket, name):
+                sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), KEEP_ALIVE_S)
         self.usable = True
 
     def data_received(self, data: bytes) -> None:
@@ -200,8 +215,7 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Ends the exchange that was under way: well, if the reply is one that ends with the connection."""
         if self._waiter is not None:
-            framed = any(name in (b"content-length", b"transfer-encoding") for name, _ in self._headers)
-            if exc is None and self._ended_by_server and self._in_body and not framed:
+            if exc is None and self._ended_by_server and self._in_body and not self._framed:
                 self._complete = True
             else:
                 when = "before the reply's end" if self._received else "before a reply came"
@@ -229,6 +243,7 @@ class Connection(asyncio.Protocol):
         if self._status < 200:
             return
         self._in_body = True
+        self._framed = any(name in (b"content-length", b"transfer-encoding") for name, _ in self._headers)
         if self._status >= 300:
             self._cap = MAX_ERROR_BYTES
             self._hurry(ERROR_BODY_S)
@@ -290,9 +305,7 @@ class Connection(asyncio.Protocol):
 
     def _end(self) -> None:
         """Resolves the future, and keeps the connection only if nothing is left over from this exchange."""
-        waiter, self._waiter = self._waiter, None
-        if waiter is None:
-            return
+        waiter, self._waiter = cast("asyncio.Future[Answer]", self._waiter), None
         self._timer.cancel()
         if self._decoder is not None and self._failure is None:
             try:

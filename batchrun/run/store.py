@@ -300,7 +300,10 @@ class View:
         """Returns the rows sent and not settled, in input order."""
         where = "WHERE open=1 " if open_only else ""
         query = f"SELECT line,custom_id,sends,attempts,open,reserved FROM send {where}ORDER BY line"  # noqa: S608 - constants
-        return [Intent(*row[:4], bool(row[4]), Decimal(row[5])) for row in self._db.execute(query)]
+        return [
+            Intent(line, custom_id, sends, attempts, bool(is_open), Decimal(reserved))
+            for line, custom_id, sends, attempts, is_open, reserved in self._db.execute(query)
+        ]
 
     def failed_lines(self) -> Iterator[tuple[int, str, bool]]:
         """Yields (line, kind, settled without a send) of the failed rows."""
@@ -462,7 +465,7 @@ class Store(View):
     def add(self, db: sqlite3.Connection, operations: Sequence[Operation]) -> None:
         """Adds operations as part of a transaction."""
         # By kind, not one by one: a statement a row would pass the interpreter lock to and fro with the event loop.
-        # The order of kinds is right because a Sent is only followed by its row's Settled in a later group.
+        # Within a group, a row's send that also ended is no intent any more.
         settled: dict[int, Settled] = {}
         returned: dict[int, Returned] = {}
         sent: dict[int, Sent] = {}
@@ -472,8 +475,10 @@ class Store(View):
                 sent[operation.line] = operation
             elif isinstance(operation, Settled):
                 settled.setdefault(operation.line, operation)
+                sent.pop(operation.line, None)
             elif isinstance(operation, Returned):
                 returned[operation.line] = operation
+                sent.pop(operation.line, None)
             elif isinstance(operation, Doubted):
                 db.execute("UPDATE send SET open=0, reserved='0' WHERE line=?", (operation.line,))
             elif isinstance(operation, Reopened):

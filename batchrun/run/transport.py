@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
 import resource
 import socket
 import ssl
@@ -24,7 +25,7 @@ __all__ = ["Client", "Http1Transport", "TLSRefused", "fault", "fd_budget"]
 
 CONNECT_S = 10.0
 """Name, address and TLS handshake together."""
-NEXT_ADDRESS_S = 2.0
+NEXT_ADDRESS_S = 3.0
 """An address that has not answered by then gives way to the host's next: broken IPv6 paths are common."""
 ADDRESSES_S = 30.0
 """How long a host's addresses are remembered: a thousand connections are not a thousand look-ups."""
@@ -38,9 +39,8 @@ SPARE_FDS = 64
 
 Origin: TypeAlias = tuple[bool, str, int]
 """TLS, host, port."""
-Address: TypeAlias = tuple[
-    socket.AddressFamily, tuple[str, int] | tuple[str, int, int, int] | tuple[int, bytes]
-]
+Address: TypeAlias = tuple[str, int]
+"""IP address, port."""
 
 
 class TLSRefused(httpx.ConnectError):
@@ -79,9 +79,7 @@ class Client:
             content = await response.aread()
         except (httpx.RequestError, httpx.InvalidURL) as error:
             return fault(error)
-        headers = {
-            name.decode("latin-1").lower(): value.decode("latin-1") for name, value in response.headers.raw
-        }
+        headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in response.headers.raw}
         return HttpResponse(response.status_code, headers, content)
 
     async def aclose(self) -> None:
@@ -141,6 +139,7 @@ class Http1Transport(httpx.AsyncBaseTransport):
         self._limit = limit
         self._tls = tls
         self._idle: defaultdict[Origin, deque[Connection]] = defaultdict(deque)
+        self._connecting = 0
         self._open: set[Connection] = set()
         self._alive: set[Connection] = set()
         self._addresses: dict[Origin, tuple[float, list[Address]]] = {}
@@ -199,58 +198,53 @@ class Http1Transport(httpx.AsyncBaseTransport):
     # ------------------------------------------------------------ connecting
 
     async def _connect(self, loop: asyncio.AbstractEventLoop, origin: Origin, timeout_s: float) -> Connection:
-        """Returns a new connection. It counts as open from the start, so the limit holds while it is made."""
+        """Returns a new connection, which counts towards the limit from the moment that it is begun."""
         secure, host, port = origin
-        if self._limit is not None and len(self._open) >= self._limit:
+        if self._limit is not None and len(self._open) + self._connecting >= self._limit:
             raise httpx.PoolTimeout(f"all {self._limit} connections are in use")
         tls = self._tls_context() if secure else None
-        connection = Connection(loop, self._closed, self._lost)
-        self._open.add(connection)
+        self._connecting += 1
         try:
             async with asyncio.timeout(timeout_s):
-                sock = await self._dial(loop, origin)
-                try:
-                    await loop.create_connection(
-                        lambda: connection, sock=sock, ssl=tls, server_hostname=host if secure else None
-                    )
-                except BaseException:
-                    sock.close()
-                    raise
-            self._alive.add(connection)
+                connection = await self._dial(loop, origin, tls)
         except (OSError, UnicodeError) as error:
-            connection.close()
             raise _connect_error(error, f"{host}:{port}", timeout_s) from None
-        except BaseException:
-            connection.close()
-            raise
+        finally:
+            self._connecting -= 1
+        if not connection.usable:
+            raise httpx.ConnectError(f"{host}:{port} closed the connection at once")
+        self._open.add(connection)
+        self._alive.add(connection)
         return connection
 
-    async def _dial(self, loop: asyncio.AbstractEventLoop, origin: Origin) -> socket.socket:
-        """Returns a connected socket. Addresses are tried in the system's order, the last good one first."""
+    async def _dial(self, loop: asyncio.AbstractEventLoop, origin: Origin, tls: ssl.SSLContext | None) -> Connection:
+        """Connects to the first of the host's addresses that answers: the last good one, then the system's order."""
         _, host, port = origin
         expires, addresses = self._addresses.get(origin, (0.0, []))
         if expires < loop.time():
             found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-            addresses = [(family, address) for family, _, _, _, address in found]
+            addresses = [(str(address[0]), int(address[1])) for _, _, _, _, address in found]
             self._addresses[origin] = (loop.time() + ADDRESSES_S, addresses)
-        failure: OSError = OSError(errno.EADDRNOTAVAIL, "the host has no address")
-        for attempt, (family, address) in enumerate(list(addresses), start=1):
-            sock = socket.socket(family, socket.SOCK_STREAM)
+        server_hostname = host if tls is not None else None
+        failure: OSError = OSError(errno.EADDRNOTAVAIL, "no address")
+        for attempt, address in enumerate(list(addresses), start=1):
             try:
-                _keep_alive(sock)
                 async with asyncio.timeout(NEXT_ADDRESS_S if attempt < len(addresses) else None):
-                    await loop.sock_connect(sock, address)
+                    _, connection = await loop.create_connection(
+                        lambda: Connection(loop, self._closed, self._lost),
+                        *address,
+                        ssl=tls,
+                        server_hostname=server_hostname,
+                    )
+            except ssl.SSLCertVerificationError:
+                raise  # an answer, if not the hoped-for one
             except OSError as error:  # TimeoutError is one
-                sock.close()
                 failure = error
-            except BaseException:
-                sock.close()
-                raise
             else:
                 if attempt > 1:
-                    addresses.remove((family, address))
-                    addresses.insert(0, (family, address))
-                return sock
+                    addresses.remove(address)
+                    addresses.insert(0, address)
+                return connection
         self._addresses.pop(origin, None)
         raise failure
 
@@ -260,21 +254,11 @@ class Http1Transport(httpx.AsyncBaseTransport):
             try:
                 self._tls = httpx.create_ssl_context()
             except (OSError, ssl.SSLError) as error:
-                raise TLSRefused(f"the trusted certificates cannot be loaded: {error}") from None
+                raise TLSRefused(
+                    f"the trusted certificates (SSL_CERT_FILE, SSL_CERT_DIR) cannot be loaded: {error}"
+                ) from None
             self._tls.set_alpn_protocols(["http/1.1"])
         return self._tls
-
-
-def _keep_alive(sock: socket.socket) -> None:
-    """Makes a socket non-blocking, and has the kernel ask after a peer that is silent for a minute.
-
-    A model may think for ten minutes; middleboxes forget connections sooner.
-    """
-    sock.settimeout(0)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, seconds in (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 60)):
-        if hasattr(socket, name):
-            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), seconds)
 
 
 def _connect_error(  # noqa: PLR0911 - a return for each kind
@@ -293,7 +277,7 @@ def _connect_error(  # noqa: PLR0911 - a return for each kind
         case socket.gaierror():
             return httpx.ConnectError(f"the name {where} does not resolve: {error.strerror}")
         case OSError():
-            return httpx.ConnectError(f"no connection to {where}: {error.strerror or 'failed'}")
+            return httpx.ConnectError(f"no connection to {where}: {os.strerror(error.errno or errno.EIO)}")
         case UnicodeError():
             return httpx.ConnectError(f"the name {where} cannot be looked up")
 

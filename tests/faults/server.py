@@ -233,9 +233,9 @@ class FaultServer:
     async def _listen(self) -> None:
         self._released = asyncio.Event()
         self._playing: set[asyncio.Task[None]] = set()
-        sock = socket.create_server(("127.0.0.1", self.port), backlog=4096)
+        sock = socket.create_server(("127.0.0.1", self.port))
         self.port = sock.getsockname()[1]
-        self._server = await self._loop.create_server(lambda: Client(self), sock=sock, ssl=self.tls)
+        self._server = await self._loop.create_server(lambda: Client(self), sock=sock, ssl=self.tls, backlog=4096)
 
     async def _close(self) -> None:
         self._server.close()
@@ -384,7 +384,8 @@ class Client(asyncio.Protocol):
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserError:
-            self.reset()
+            self.transport.write(b"HTTP/1.1 400 Bad Request\r\ncontent-length: 0\r\n\r\n")
+            self.transport.close()
 
     def on_message_begin(self) -> None:
         self.url = b""

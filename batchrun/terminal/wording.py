@@ -77,21 +77,18 @@ def _cost(standing: Standing) -> str:
 
 def listing(document: Mapping[str, Any]) -> str:
     """Returns a document of few entries as lines for people, inert: a name and its value each."""
-    lines = []
-    for name, value in document.items():
-        if isinstance(value, Mapping):
-            text = ", ".join(f"{inner}: {_plain(item)}" for inner, item in value.items()) or "none"
-        else:
-            text = _plain(value)
-        lines.append(f"{name.replace('_', ' '):<12}  {text}")
+    names = max((len(name) for name in document), default=0)
+    lines = [f"{name.replace('_', ' '):<{names}}  {_plain(value)}" for name, value in document.items()]
     return "".join(f"{inert(line)}\n" for line in lines)
 
 
 def _plain(value: object) -> str:
-    if isinstance(value, float):
-        return f"{value:,.2f}"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name.replace('_', ' ')} {_plain(item)}" for name, item in value.items()) or "none"
+    if isinstance(value, list):
+        return ", ".join(map(str, value)) or "none"
     if isinstance(value, Decimal):
         return money(value)
-    if isinstance(value, int) and not isinstance(value, bool):
-        return f"{value:,}"
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return f"{value:,}" if isinstance(value, int) else f"{value:,.2f}"
     return "unknown" if value is None else str(value)

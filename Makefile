@@ -1,0 +1,64 @@
+# Needs Python 3.11 or newer and git; everything else is installed into .venv.
+
+PYTHON := $(shell for python in python3 python3.13 python3.12 python3.11; do \
+	$$python -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
+	&& echo $$python && break; done)
+BIN := .venv/bin
+RUNTIME := .venv/runtime-installed
+DEV := .venv/dev-installed
+DEMO := build/demo
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: help demo test check bench bench-flow bench-packing clean
+
+help:
+	@echo "make demo            run a job against a simulated provider: progress, rate limits, a report"
+	@echo "make test            check, then every test"
+	@echo "make check           ruff and mypy"
+	@echo "make bench           throughput, CPU and memory beside other clients"
+	@echo "make bench-flow      flow control against models of servers"
+	@echo "make bench-packing   the packer: fill, speed, memory"
+	@echo "make clean           remove .venv, caches and build/"
+
+$(RUNTIME): pyproject.toml
+	@test -n "$(PYTHON)" || { echo "error: no Python 3.11 or newer with venv was found" >&2; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@echo "installing batchrun into .venv ..."
+	@$(BIN)/python -m pip install --quiet --editable .
+	@touch $@
+
+$(DEV): $(RUNTIME)
+	@echo "installing the tools for development ..."
+	@$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1'
+	@$(BIN)/python -m pip install --quiet --group dev
+	@touch $@
+
+# A copy, so that the job directory and batchrun.toml stand beside the input as they would at yours.
+demo: $(RUNTIME)
+	@rm -rf $(DEMO) && mkdir -p $(DEMO) && cp samples/tickets.jsonl samples/classify.j2 samples/batchrun.toml $(DEMO)
+	cd $(DEMO) && ../../$(BIN)/batchrun submit tickets.jsonl --provider sim --model gpt-5-mini \
+		--template @classify.j2 --max-tokens 20 --budget 0.05
+	cd $(DEMO) && ../../$(BIN)/batchrun report
+	@echo "results: $(DEMO)/tickets.batchrun/results.jsonl"
+
+test: check
+	$(BIN)/python -m pytest
+
+check: $(DEV)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(DEV)
+	$(BIN)/python tests/bench/live.py
+
+bench-flow: $(DEV)
+	$(BIN)/python tests/bench/flow.py
+
+bench-packing: $(DEV)
+	$(BIN)/python tests/bench/packing.py
+
+clean:
+	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage
+	find batchrun tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""Terminal: what people see on stderr, and where data goes."""
