@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["app", "main"]
 
-_SIGPIPE = 141
+SIGPIPE = 141
 """What a shell shows of a command whose reader went away, as in ``batchrun results | head``."""
 
 Body: TypeAlias = Callable[..., int]
@@ -151,7 +151,7 @@ def _run(body: Body, values: Mapping[str, Any], flags: Mapping[str, Any], config
         console.error(error.message, error.hint)
         return error.exit_code
     except BrokenPipeError:
-        return _SIGPIPE
+        return SIGPIPE
     except KeyboardInterrupt:
         return Exit.SIGINT
     except Exception as error:  # noqa: BLE001 - the last one to be asked

@@ -193,6 +193,7 @@ def test_geminis_model_stays_out_of_the_body():
 
 def test_anthropic_is_told_max_tokens_even_where_nobody_names_any():
     assert filled("messages", ASKING["messages"]) == {"model": "m", "max_tokens": 4096}
+    assert filled("messages", ASKING["messages"], max_tokens=5, params={"max_tokens": "7"})["max_tokens"] == 5
     assert filled("messages", ASKING["messages"], params={"max_tokens": "7"}) == {"model": "m", "max_tokens": 7}
 
 

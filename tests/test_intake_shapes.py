@@ -136,6 +136,10 @@ def test_the_url_of_a_batch_line_decides_its_endpoint(url, endpoint, body):
         (batch_line({"messages": MESSAGES}, priority=2**63), f"`priority` is {2**63}, expected an integer"),
         ({"custom_id": "a", "params": "x"}, "`params` is a string, expected an object"),
         ({"key": "a", "request": {}}, "has no `contents`"),
+        (
+            {"key": "a", "request": {"contents": [{}], "generationConfig": [1]}},
+            "`generationConfig` is an array, expected an object",
+        ),
     ],
 )
 def test_a_batch_line_that_cannot_work_is_named(line, why):
@@ -415,6 +419,7 @@ def test_simple_rows_for_anthropic(line, body):
                         "role": "user",
                         "content": [
                             {"type": "text", "text": "what?"},
+                            "this",
                             {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}},
                         ],
                     }
@@ -424,7 +429,11 @@ def test_simple_rows_for_anthropic(line, body):
                 "contents": [
                     {
                         "role": "user",
-                        "parts": [{"text": "what?"}, {"inlineData": {"mimeType": "image/png", "data": "AAAA"}}],
+                        "parts": [
+                            {"text": "what?"},
+                            {"text": "this"},
+                            {"inlineData": {"mimeType": "image/png", "data": "AAAA"}},
+                        ],
                     }
                 ]
             },
@@ -442,6 +451,11 @@ def test_simple_rows_for_gemini(line, body):
     [
         (MESSAGES[:1], "anthropic", "has only system messages"),
         (MESSAGES[:1], "gemini", "has only system messages"),
+        (
+            [{"role": "user", "content": 5}],
+            "gemini",
+            "has a message whose `content` is neither a string nor an array of parts",
+        ),
         ([{"role": "tool", "content": "x"}], "gemini", "has a message with role 'tool', which Gemini does not take"),
         (
             [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "https://h/x.png"}}]}],

@@ -73,6 +73,7 @@ def test_a_batch_line_or_a_bare_string_needs_no_template():
             "{{ ''.__class__.__mro__ }}",
             "the template fails: SecurityError: access to attribute '__class__' of 'str' object is unsafe.",
         ),
+        ("{{ a[0].b }}", "the template fails: dict object has no element 0"),
         ("{{ a.nope() }}", "lacks `nope`, which the template needs"),
     ],
 )

@@ -81,6 +81,11 @@ def test_a_conversation_is_counted_as_openai_counts_it():
         ("embeddings", {"input": TEN}, 10),
         ("embeddings", {"input": [TEN, TEN, TEN]}, 30),
         ("embeddings", {"input": [[5] * 8]}, 8),
+        ("embeddings", {"input": [{"type": "text", "text": TEN}]}, 10),
+        ("embeddings", {"input": [None]}, 0),
+        ("responses", {"input": [TEN]}, 13),
+        ("responses", {"previous_response_id": "r"}, 3),
+        ("generate", {"contents": [TEN], "systemInstruction": TEN}, 23),
         ("chat", {"messages": [user(TEN)]}, 17),
         ("chat", {"messages": [user(TEN), user(TEN)]}, 31),
         ("chat", {"messages": [user([{"type": "text", "text": TEN}, {"type": "text", "text": TEN}])]}, 27),
@@ -209,7 +214,7 @@ def test_text_without_long_runs_is_exact_however_long():
 
 
 def test_a_tokenizer_that_panics_falls_back_to_an_estimate_that_says_so(monkeypatch):
-    class PanicException(BaseException):  # noqa: N818 - pyo3 calls it that
+    class PanicException(BaseException):
         pass
 
     class Panics:

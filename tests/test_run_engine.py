@@ -204,6 +204,20 @@ def test_after_a_failed_commit_nothing_more_is_sent_and_what_was_in_flight_is_ke
     bench.store.close()
 
 
+def test_a_failure_of_the_very_last_commit_is_told_too(tmp_path: Path) -> None:
+    async def answer(request: HttpRequest, n: int) -> HttpResponse:
+        if n < 5:
+            return chat_reply(request)
+        pages = bench.store._write.execute("PRAGMA page_count").fetchone()[0]
+        bench.store._write.execute(f"PRAGMA max_page_count={pages}")
+        return chat_reply(request, "x" * 200_000)
+
+    bench = Bench(tmp_path, 5, FakeClient(answer), Flow(concurrency=1, total=5))
+    with pytest.raises(BatchrunError, match="storage failed"):
+        bench.run()
+    bench.store.close()
+
+
 def test_a_line_that_changes_under_a_run_stops_it_and_is_never_sent(tmp_path: Path) -> None:
     asked: list[str] = []
 

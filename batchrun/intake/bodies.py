@@ -24,6 +24,7 @@ __all__ = [
     "check_count",
     "check_messages",
     "elements",
+    "gemini_config",
     "has_system",
     "join",
     "max_output",
@@ -93,8 +94,6 @@ def join(members: Members) -> bytes:
 
 def splice(raw: bytes, members: Members, *, empty: bool) -> bytes:
     """Returns the object ``raw`` with members in front of its own, whose bytes stay as they are."""
-    if not members:
-        return raw
     return join(members)[:-1] + (b"}" if empty else b"," + raw[1:])
 
 
@@ -208,9 +207,7 @@ def max_output(endpoint: Endpoint, body: Mapping[str, Any]) -> int | None:
     if endpoint == "embeddings":
         return 0
     if endpoint == "generate":
-        config = body.get("generationConfig") or body.get("generation_config") or {}
-        if not isinstance(config, dict):
-            raise BadLine("`generationConfig` must be an object")
+        _, config = gemini_config(body)
         most = _count(config, MAX_TOKENS_NAMES[endpoint])
         answers = _count(config, ("candidateCount", "candidate_count")) or 1
         return None if most is None else most * answers
@@ -225,6 +222,15 @@ def max_output(endpoint: Endpoint, body: Mapping[str, Any]) -> int | None:
         if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
             answers *= len(prompt)
     return None if most is None else most * answers
+
+
+def gemini_config(body: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+    """Returns a Gemini body's generationConfig, and what the body calls it; BadLine where it is no object."""
+    name = "generation_config" if "generation_config" in body else "generationConfig"
+    config = body.get(name) or {}
+    if not isinstance(config, dict):
+        raise BadLine(f"`{name}` is {name_of(config)}, expected an object")
+    return name, config
 
 
 def check_count(name: str, value: object, *, least: int = 1) -> int:

@@ -8,7 +8,7 @@ import shutil
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, Protocol
 
 from batchrun.errors import BatchrunError, Exit
 from batchrun.records import Line
@@ -119,32 +119,32 @@ def read_lines(
         yield Line(number, offset, b"".join(held))
 
 
-class _Decoder:
-    """What compressed formats share: ``read(n)`` gives decoded bytes, none at the end, some errors between."""
+class _Decoder(Protocol):
+    """What compressed formats share."""
 
     errors: tuple[type[Exception], ...]
+    """What ``read`` raises where the data is damaged; EOFError where it is cut short."""
 
-    def read(self, size: int) -> bytes:
-        raise NotImplementedError
+    def read(self, size: int, /) -> bytes:
+        """Returns at most ``size`` decoded bytes; none at the end."""
 
 
-class _Gzip(_Decoder):
-    errors = (gzip.BadGzipFile, EOFError, zlib.error)
-
+class _Gzip:
     def __init__(self, source: BinaryIO) -> None:
+        self.errors: tuple[type[Exception], ...] = (gzip.BadGzipFile, zlib.error)
         self._file = gzip.GzipFile(fileobj=source, mode="rb")
 
     def read(self, size: int) -> bytes:
         return self._file.read(size)
 
 
-class _Zstd(_Decoder):
+class _Zstd:
     """Frames one after the other. zstandard's own stream reader takes a cut file for a whole one."""
 
     def __init__(self, source: BinaryIO) -> None:
         import zstandard
 
-        self.errors = (zstandard.ZstdError, EOFError)
+        self.errors: tuple[type[Exception], ...] = (zstandard.ZstdError,)
         self._source = source
         self._context = zstandard.ZstdDecompressor()
         self._frame: Any = None

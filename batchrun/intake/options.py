@@ -11,7 +11,7 @@ import orjson
 
 from batchrun.errors import BatchrunError, Exit
 from batchrun.intake import bodies, simple
-from batchrun.intake.bodies import BadLine, Members
+from batchrun.intake.bodies import Members
 from batchrun.records import Endpoint
 
 __all__ = ["Options", "Shaping"]
@@ -173,10 +173,7 @@ def _lacking(defaults: tuple[_Default, ...], body: Mapping[str, Any]) -> Members
 
 
 def _lacking_config(defaults: Members, body: Mapping[str, Any], raw: bytes) -> Members:
-    name = "generation_config" if "generation_config" in body else _CONFIG
-    config = body.get(name) or {}
-    if not isinstance(config, dict):
-        raise BadLine(f"`{name}` is {bodies.name_of(config)}, expected an object")
+    name, config = bodies.gemini_config(body)
     lacking = {key: value for key, value in defaults.items() if config.keys().isdisjoint((key, _snake(key)))}
     if not lacking:
         return {}

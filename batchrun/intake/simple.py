@@ -193,8 +193,6 @@ def _carry(endpoint: Endpoint, content: Content) -> Members:
         check_messages(value)
         return carry_messages(endpoint, value, raw)
     if source == "contents":
-        if endpoint != "generate":
-            raise BadLine(f"has `contents`, which are Gemini's, but is for {endpoint}", "write `messages` or `prompt`")
         return {"contents": raw}
     if isinstance(value, str):
         return carry_text(endpoint, raw)

@@ -290,10 +290,10 @@ _MIME_TOKENS: Mapping[str, int] = {"image": IMAGE_TOKENS, "audio": AUDIO_TOKENS,
 def _generate(body: Mapping[str, Any], measure: _Measure) -> int:
     tokens = 0
     told = body.get("systemInstruction") or body.get("system_instruction")
-    for content in [told, *_list(body.get("contents"))]:
+    for content in (told, *_list(body.get("contents"))):
         if isinstance(content, dict):
             tokens += MESSAGE_TOKENS + 1 + _content(content.get("parts"), measure)
-        elif content is not None:
+        else:
             tokens += _content(content, measure)
     config = body.get("generationConfig") or body.get("generation_config")
     if isinstance(config, dict):

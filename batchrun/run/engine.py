@@ -130,6 +130,7 @@ class Engine:
         self._parked: list[asyncio.Future[Call | None]] = []
         self._timer: asyncio.TimerHandle | None = None
         self._grace: asyncio.TimerHandle | None = None
+        self._commits: set[asyncio.Future[None]] = set()
         self._uncommitted: list[Operation] = []
         self._error: BatchrunError | None = None
         self.left_at_once = False
@@ -167,7 +168,8 @@ class Engine:
                 await self._client.aclose()
             self._keep([self._sample(), *self._notes()])
             self._store.stop()
-            await asyncio.sleep(0)  # lets the last commits' results arrive
+            while self._commits:  # what became of the last ones is told by the loop
+                await asyncio.sleep(0)
             self._console.update(self._standing())
         if self._error is not None:
             if self._error.exit_code == Exit.STORAGE:
@@ -344,12 +346,15 @@ class Engine:
             return
 
         def done(future: asyncio.Future[None]) -> None:
+            self._commits.discard(future)
             error = None if future.cancelled() else future.exception()
             if isinstance(error, BatchrunError):
                 self._uncommitted.extend(operations)
                 self._fail(error)
 
-        self._store.commit(operations).add_done_callback(done)
+        commit = self._store.commit(operations)
+        self._commits.add(commit)
+        commit.add_done_callback(done)
 
     def _notes(self) -> list[Operation]:
         offset = self._wall() - self._clock()

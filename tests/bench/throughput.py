@@ -19,6 +19,8 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from server import BenchServer
+
 HERE = Path(__file__).parent
 WORDS = "the order arrived late and the box was damaged so please tell me how to return it".split()
 
@@ -85,11 +87,11 @@ def main() -> None:
     document: dict[str, object] = {"rows": options.rows, "delay_ms": options.delay_ms, "load_average": os.getloadavg()}
     print(f"{options.rows:,} rows of {options.prompt_bytes:,} bytes, a server that answers after {options.delay_ms:g} ms,")
     print(f"{options.rounds} rounds in turn; medians (least to most); load average {os.getloadavg()[0]:.1f} at the start")
-    with tempfile.TemporaryDirectory() as folder, serving(options.delay_ms) as url:
+    with tempfile.TemporaryDirectory() as folder, BenchServer(delay_ms=options.delay_ms) as server:
         source = Path(folder) / "rows.jsonl"
         make_input(source, options.rows, options.prompt_bytes)
         for in_flight in options.in_flight:
-            commands = contenders(source, url, in_flight)
+            commands = contenders(source, server.url, in_flight)
             if options.only:
                 commands = {n: c for n, c in commands.items() if any(word in n for word in options.only)}
             figures: dict[str, list[Figures]] = {name: [] for name in commands}
@@ -110,22 +112,6 @@ def main() -> None:
 
 def spread(values: list[float], digits: int) -> str:
     return f"{statistics.median(values):,.{digits}f} ({min(values):,.{digits}f}–{max(values):,.{digits}f})"
-
-
-class serving:  # noqa: N801 - reads as a verb
-    """Runs the fast local server in a process of its own; gives its URL."""
-
-    def __init__(self, delay_ms: float) -> None:
-        self._command = [sys.executable, str(HERE / "server.py"), "--port", "0", "--delay-ms", str(delay_ms)]
-
-    def __enter__(self) -> str:
-        self._process = subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        assert self._process.stdout is not None
-        return f"http://127.0.0.1:{int(self._process.stdout.readline())}"
-
-    def __exit__(self, *_: object) -> None:
-        self._process.kill()
-        self._process.wait()
 
 
 if __name__ == "__main__":
