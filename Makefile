@@ -6,6 +6,7 @@ PYTHON := $(shell for python in python3 python3.13 python3.12 python3.11; do \
 BIN := .venv/bin
 RUNTIME := .venv/runtime-installed
 DEV := .venv/dev-installed
+PEERS := .venv/peers-installed
 DEMO := build/demo
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -34,6 +35,11 @@ $(DEV): $(RUNTIME)
 	@$(BIN)/python -m pip install --quiet --group dev
 	@touch $@
 
+$(PEERS): $(DEV)
+	@echo "installing what is measured beside batchrun ..."
+	@$(BIN)/python -m pip install --quiet --group bench
+	@touch $@
+
 # A copy, so that the job directory and batchrun.toml stand beside the input as they would at yours.
 demo: $(RUNTIME)
 	@rm -rf $(DEMO) && mkdir -p $(DEMO) && cp samples/tickets.jsonl samples/classify.j2 samples/batchrun.toml $(DEMO)
@@ -50,8 +56,8 @@ check: $(DEV)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(DEV)
-	$(BIN)/python tests/bench/live.py
+bench: $(PEERS)
+	$(BIN)/python tests/bench/throughput.py
 
 bench-flow: $(DEV)
 	$(BIN)/python tests/bench/flow.py

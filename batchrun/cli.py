@@ -156,13 +156,14 @@ def _run(body: Body, values: Mapping[str, Any], flags: Mapping[str, Any], config
         return Exit.SIGINT
     except Exception as error:  # noqa: BLE001 - the last one to be asked
         console.stop()
-        console.error(f"internal error: {type(error).__name__}: {error}", "run it again with --verbose to see where")
+        what = "the system refused" if isinstance(error, OSError) else f"internal error: {type(error).__name__}"
+        console.error(f"{what}: {error}", "run it again with --verbose to see where")
         if verbose:
             import traceback
 
             for line in traceback.format_exception(error):
                 console.trace(line)
-        return Exit.SOFTWARE
+        return Exit.STORAGE if isinstance(error, OSError) else Exit.SOFTWARE
 
 
 # ---------------------------------------------------------------- commands
@@ -207,7 +208,7 @@ def _ended(outcome: Outcome, run: _Run) -> int:
 
     run.console.stop()
     run.console.summary(outcome.summary, final_summary(outcome.summary), outcome.exit_code)
-    if outcome.summary["rows"]["pending"]:
+    if outcome.summary["rows"]["pending"] or outcome.summary["rows"]["in_doubt"]:
         run.console.notice(f"go on with: batchrun resume {shlex.quote(outcome.summary['job'])}")
     if run.settings.json:
         # The run has ended as it has ended, whether or not somebody still reads.

@@ -7,7 +7,7 @@ seconds since the epoch, for people; ``now`` elsewhere is monotonic seconds, for
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
@@ -155,7 +155,7 @@ class Quotas:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """A row's answer. ``value`` is JSON: the text, vector or object that people want. ``body`` is the provider's own reply."""
+    """A row's answer. ``value`` is JSON: the text, vector or object that people want. ``body`` is the whole reply."""
 
     value: bytes
     body: bytes
@@ -194,7 +194,7 @@ class Fault:
     maybe_processed: bool = False
     connected: bool = True
     """False where no connection came about: nothing was sent, so an intent need not be feared."""
-    stop: Literal["auth", "account", "tls", "redirect", None] = None
+    stop: Literal["auth", "account", "tls", "redirect"] | None = None
     """For ``fatal``: which kind of stop, and so which exit code (77, 78, 69, 78)."""
     usage: Usage | None = None
     model: str | None = None
@@ -349,9 +349,7 @@ class RunEnded:
     exit_code: int
 
 
-Operation: TypeAlias = (
-    Opened | Sent | Returned | Settled | Reopened | Sampled | Noted | Doubted | RunStarted | RunEnded
-)
+Operation: TypeAlias = Opened | Sent | Returned | Settled | Reopened | Sampled | Noted | Doubted | RunStarted | RunEnded
 
 
 class Fold(Protocol):
@@ -400,4 +398,5 @@ class Standing:
     elapsed_s: float
     eta_s: float | None
     binding: str
-    extra: Mapping[str, Any] = field(default_factory=dict)
+    cost_unknown_rows: int = 0
+    """Succeeded rows whose price or usage is unknown: ``cost_usd`` is without them."""

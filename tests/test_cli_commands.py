@@ -351,6 +351,17 @@ def test_an_internal_error_is_one_line_and_a_traceback_only_when_asked_for(monke
     assert "sk-secret" not in shown
 
 
+def test_a_failing_system_call_is_a_failure_of_storage(monkeypatch, capsys):
+    from batchrun.job import commands
+
+    def run(*arguments):
+        raise OSError(28, "No space left on device", "job/results.jsonl")
+
+    monkeypatch.setattr(commands, "submit", run)
+    assert cli.main(["submit", "in.jsonl"]) == Exit.STORAGE
+    assert "No space left on device: 'job/results.jsonl'\n" in capsys.readouterr().err
+
+
 def test_an_interrupt_outside_of_a_run_exits_130(monkeypatch, capsys):
     from batchrun.job import commands
 

@@ -355,7 +355,7 @@ def test_anthropic_runs_end_to_end(shell: Shell, server: FaultServer):
             return Reply(529, {"type": "error", "error": {"type": "overloaded_error", "message": "busy"}})
         content = [{"type": "thinking", "thinking": "hm"}, {"type": "text", "text": f"said {request.text}"}]
         body = {"id": "msg_1", "type": "message", "role": "assistant", "model": "claude-x", "content": content}
-        return Reply(200, body | {"stop_reason": "max_tokens", "usage": usage}, {"request-id": "req_an"})
+        return Reply(200, body | {"stop_reason": "max_tokens", "usage": usage}, {"request-id": "req_an", "x-request-id": "req_an"})
 
     server.script(script)
     prices = ["--price-in", "1", "--price-out", "10", "--price-cached-in", "0.1", "--price-cache-write", "1.25"]

@@ -126,7 +126,7 @@ class Bench:
             client=client,
             prices=prices,
             calibration=calibration,
-            counters=Counters(rows, 0, 0, 0, 0, 0, 0, Decimal(0)),
+            counters=Counters(rows, 0, 0, 0, 0, 0, 0, Decimal(0), 0),
             console=self.console,
             timeout_s=30.0,
             grace_s=grace_s,

@@ -43,7 +43,7 @@ class Shaping:
     """A JSON number as it was written."""
     params: Mapping[str, str] = field(default_factory=dict)
     """Request parameter → raw JSON."""
-    max_tokens_name: Literal["max_tokens", "max_completion_tokens"] = "max_completion_tokens"
+    max_tokens_name: str = "max_completion_tokens"
     """What chat calls it: reasoning models refuse max_tokens, older servers know only that."""
 
 

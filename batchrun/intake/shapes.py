@@ -149,8 +149,10 @@ class Shaper:
     def _simple(self, entry: _Entry) -> Row:
         """Puts the body together that a simple row stands for."""
         value, raws = entry.value, entry.raws
-        source = next((name for name in self._sources if value.get(name) is not None), None)
-        if source is None:
+        for source in self._sources:
+            if value.get(source) is not None:
+                break
+        else:
             raise BadLine(
                 "has no `messages`, `prompt` or `input`", "add one of them, or say with --template what to ask"
             )

@@ -110,10 +110,14 @@ class _Index:
         """Takes in what cannot be read twice, by way of a copy; the copy before it stays unless all goes well."""
         arriving = self._job / f"{SPOOL}.new"
         try:
-            with private_file(arriving) as out:
-                spool(stream, out)
-                out.flush()
-                os.fsync(out.fileno())
+            _copy(stream, arriving)
+            if not is_plain(arriving):  # stdin may be compressed too
+                packed = arriving.replace(arriving.with_suffix(".packed"))
+                try:
+                    with open_input(packed) as decoded:
+                        _copy(decoded, arriving)
+                finally:
+                    packed.unlink()
             with arriving.open("rb") as copy:
                 # Renamed before the index is committed: an index without its lines would be a job without its input.
                 self.take(copy, source, lambda: rename(arriving, self._job / SPOOL))
@@ -160,6 +164,13 @@ class _Index:
             self._console.notice(f"{indexer.added:,} new rows at the end of the input")
         if found.bad_count:
             self._console.bad_lines(found.bad, found.bad_count)
+
+
+def _copy(stream: BinaryIO, path: Path) -> None:
+    with private_file(path) as out:
+        spool(stream, out)
+        out.flush()
+        os.fsync(out.fileno())
 
 
 class _Refused:

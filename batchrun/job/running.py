@@ -219,6 +219,7 @@ class Run:
                     refused=tally.refused,
                     tokens=sum(model.input + model.output for model in tally.models.values()),
                     cost_usd=tally.cost_usd,
+                    cost_unknown_rows=tally.cost_unknown_rows,
                 ),
                 console=self.console,
                 timeout_s=settings.timeout_s,

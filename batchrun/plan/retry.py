@@ -84,7 +84,7 @@ class Breaker:
     Fed with faults that say something about the server (connect errors, timeouts, 5xx), never with refusals.
     """
 
-    __slots__ = ("_fails", "_probes", "_recent", "_rng", "_run", "opened_at", "probe_at", "probing")
+    __slots__ = ("_failing_since", "_fails", "_probes", "_recent", "_rng", "_run", "opened_at", "probe_at", "probing")
 
     CONSECUTIVE = 10
     WINDOW = 20
@@ -95,6 +95,7 @@ class Breaker:
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
         self._run = 0
+        self._failing_since = 0.0
         self._recent = 0
         self._fails = 0
         self._probes = 0
@@ -103,14 +104,19 @@ class Breaker:
         self.probing = False
         """The one probe is out."""
 
-    def succeeded(self) -> None:
-        """Takes a success into account while closed."""
-        self._run = 0
-        if self._fails:
+    def succeeded(self, sent_at: float) -> None:
+        """Takes a success into account while closed.
+
+        Answers to what was sent before the failures began still come in when the server is gone: they say nothing.
+        """
+        if self._fails and sent_at >= self._failing_since:
+            self._run = 0
             self._push(0)
 
-    def failed(self, now: float) -> bool:
+    def failed(self, now: float, sent_at: float) -> bool:
         """Takes a failure into account while closed; returns whether it opens the breaker."""
+        if self._run == 0:
+            self._failing_since = sent_at
         self._run += 1
         self._push(1)
         if self._run < self.CONSECUTIVE and self._fails < self.FAILURES_IN_WINDOW:

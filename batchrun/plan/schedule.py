@@ -240,7 +240,7 @@ class Schedule:
         lane.used(now, call, flight, tokens)
         flight.scope.limit.answered(now, call.sent_at, sum(tokens) if tokens else 0)
         lane.retries.succeeded()
-        self._server_works(now, flight)
+        self._server_works(now, call, flight)
         if all(row.custom_id in reply.outputs for row in call.rows):
             self._trouble.pop(call, None)
             return Settlement(succeeded=call.rows, lost_usd=lost_usd)
@@ -280,17 +280,17 @@ class Schedule:
         """Lets the scope's controllers take the fault for what it says about the server."""
         scope = flight.scope
         if fault.kind == "rate_limited" or (fault.kind == "overloaded" and not fault.maybe_processed):
-            self._server_works(now, flight)
+            self._server_works(now, call, flight)
             if scope.refused(now, call.sent_at, flight, fault.retry_after_s):
                 self._note(now, "pause", f"paused {scope.pause_s:.1f} s: {fault.kind}")
             return
         scope.limit.ended(now)
         if adapted or fault.kind in ("rejected", "too_large", "fatal", "garbled"):
-            self._server_works(now, flight)  # the row or the account does not
+            self._server_works(now, call, flight)  # the row or the account does not
         elif flight.probe:
             scope.breaker.probed(now, succeeded=False)
         elif scope.breaker.opened_at is None and not self._suspect(call, scope):
-            if scope.breaker.failed(now):
+            if scope.failed(now, call.sent_at):
                 self._note(now, "breaker", f"open: {fault.detail}")
 
     def _suspect(self, call: Call, scope: Scope) -> bool:
@@ -301,7 +301,7 @@ class Schedule:
         trouble.suspect = trouble.suspect or (trouble.billed and scope.answered_at > trouble.failed_at)
         return trouble.suspect
 
-    def _server_works(self, now: float, flight: Flight) -> None:
+    def _server_works(self, now: float, call: Call, flight: Flight) -> None:
         """Takes an answer of any kind as a sign of life; one from before an outage does not end it."""
         scope = flight.scope
         scope.answered_at = now
@@ -310,7 +310,7 @@ class Schedule:
             scope.limit.restart(now)
             self._note(now, "breaker", "closed: a probe was answered")
         elif scope.breaker.opened_at is None:
-            scope.breaker.succeeded()
+            scope.breaker.succeeded(call.sent_at)
 
     def _after_fault(self, now: float, call: Call, fault: Fault) -> Settlement:
         """Decides over all rows of ``call``; queues what is asked again."""

@@ -141,9 +141,22 @@ class Scope:
         self.paused_until = now + pause_s
         self.pause_s = pause_s
         if pause_s > 0.5 * self.limit.rtt_s:  # long enough for what was in flight to have landed
-            self._gap_s = self.limit.rtt_s / self.limit.window
-            self._gap_until = self.paused_until + self.limit.rtt_s
+            self._spread(self.paused_until)
         return began and pause_s >= 1.0
+
+    def failed(self, now: float, sent_at: float) -> bool:
+        """Takes an error that says something about the server; returns whether it opens the breaker.
+
+        A slot freed by an error is not filled at once: a dead server would be tried as fast as it fails.
+        """
+        self._spread(now)
+        self._next_at = now + self._gap_s
+        return self.breaker.failed(now, sent_at)
+
+    def _spread(self, since: float) -> None:
+        """Lets a window go out over a round trip, and not at once."""
+        self._gap_s = self.limit.rtt_s / self.limit.window
+        self._gap_until = since + self.limit.rtt_s
 
     def unsent(self, now: float, flight: Flight) -> None:
         """The call did not go out after all: gives back its slot and rate."""

@@ -10,16 +10,16 @@ import hashlib
 import heapq
 import random
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from decimal import Decimal
 from math import exp, inf
-from typing import Literal
+from typing import Literal, Protocol
 
-from batchrun.plan.schedule import Done, Flow, Note, Schedule, Send, Sleep, Stop
+from batchrun.plan.schedule import Done, Flow, Note, Schedule, Send, Settlement, Sleep, Step, Stop
 from batchrun.records import Call, Fault, Output, Quota, Quotas, Reply, Usage
 
-__all__ = ["Outage", "Result", "ServerModel", "Work", "simulate"]
+__all__ = ["Decider", "Outage", "Result", "ServerModel", "Work", "simulate"]
 
 OUTPUT = Output(value=b'""', body=b"{}")
 
@@ -128,9 +128,48 @@ class Result:
         return max(self.bound_s, key=lambda what: self.bound_s[what], default="input")
 
 
-def simulate(flow: Flow, model: ServerModel, work: Iterable[Work], *, seed: int = 0, until_s: float = inf) -> Result:
+def simulate(
+    flow: Flow,
+    model: ServerModel,
+    work: Iterable[Work],
+    *,
+    seed: int = 0,
+    until_s: float = inf,
+    decider: Callable[[Flow, random.Random, float], Decider] = Schedule,
+) -> Result:
     """Runs ``work`` to its end, or until ``until_s``, against a server like ``model``; returns how it went."""
-    return _Run(flow, model, iter(work), seed, until_s).run()
+    rng = random.Random(f"client {seed}")  # noqa: S311 (a simulation, not a secret)
+    return _Run(decider(flow, rng, 0.0), model, iter(work), seed, until_s).run()
+
+
+class Decider(Protocol):
+    """What decides a simulated run: a ``Schedule``, or something to compare it with."""
+
+    @property
+    def in_flight(self) -> int:
+        """Calls that are out now."""
+
+    @property
+    def binding(self) -> str:
+        """What keeps the run from being faster."""
+
+    def wants(self, now: float) -> int:
+        """See ``Schedule.wants``."""
+
+    def offer(self, now: float, calls: Iterable[Call]) -> None:
+        """See ``Schedule.offer``."""
+
+    def close(self) -> None:
+        """See ``Schedule.close``."""
+
+    def next(self, now: float) -> Step:
+        """See ``Schedule.next``."""
+
+    def settle(self, now: float, call: Call, result: Reply | Fault, *, cost_usd: Decimal | None = None) -> Settlement:
+        """See ``Schedule.settle``."""
+
+    def notes(self) -> list[Note]:
+        """See ``Schedule.notes``."""
 
 
 class _Bucket:
@@ -192,27 +231,27 @@ class _Server:
         self._serving += 1
         service_s = model.latency_s * work.size * exp(self._rng.gauss(0.0, model.spread))
         if model.full_speed is None:
-            self._run.at(now + service_s, "served", work)
+            self._run.at(now + service_s, "served", (work, self._quotas(now)))
             return
         self._advance(now)
         heapq.heappush(self._sharing, (self._clock + service_s, order, work))
         self._plan()
 
-    def serve(self, now: float, work: Work) -> None:
-        """The service of ``work`` ends."""
+    def serve(self, now: float, work: Work, quotas: Quotas | None) -> None:
+        """The service of ``work`` ends; ``quotas`` are what they were when it was admitted."""
         self._serving -= 1
         if self._rng.random() < self.model.error_share:
             self._reply(now, work, BROKEN)
             return
         call = work.call
         outputs = {row.custom_id: OUTPUT for row in call.rows}
-        self._reply(now, work, Reply(outputs, Usage(call.tokens, work.output_tokens), quotas=self._quotas(now)))
+        self._reply(now, work, Reply(outputs, Usage(call.tokens, work.output_tokens), quotas=quotas))
 
     def share(self, now: float, version: int) -> None:
         """The next of the calls that share the server ends, unless another came or went since this was planned."""
         if version == self._version:
             self._advance(now)
-            self.serve(now, heapq.heappop(self._sharing)[2])
+            self.serve(now, heapq.heappop(self._sharing)[2], self._quotas(now))
             self._plan()
 
     def _refusal(self, now: float, work: Work) -> Fault | None:
@@ -277,8 +316,8 @@ HUNG = Fault("timeout", "no answer", maybe_processed=True)
 class _Run:
     """One simulation: events in the order of their time, then of their making."""
 
-    def __init__(self, flow: Flow, model: ServerModel, work: Iterator[Work], seed: int, until_s: float) -> None:
-        self._schedule = Schedule(flow, random.Random(f"client {seed}"), 0.0)  # noqa: S311 (a simulation)
+    def __init__(self, decider: Decider, model: ServerModel, work: Iterator[Work], seed: int, until_s: float) -> None:
+        self._schedule = decider
         self._model = model
         self._server = _Server(model, self, seed)
         self._work = work
@@ -350,8 +389,8 @@ class _Run:
             assert isinstance(subject, Work)
             self._server.arrive(now, subject, order)
         elif what == "served":
-            assert isinstance(subject, Work)
-            self._server.serve(now, subject)
+            assert isinstance(subject, tuple)
+            self._server.serve(now, *subject)
         elif what == "share":
             assert isinstance(subject, int)
             self._server.share(now, subject)

@@ -80,6 +80,7 @@ class Counters:
     refused: int
     tokens: int
     cost_usd: Decimal
+    cost_unknown_rows: int
 
 
 class Engine:
@@ -168,8 +169,7 @@ class Engine:
                 await self._client.aclose()
             self._keep([self._sample(), *self._notes()])
             self._store.stop()
-            while self._commits:  # what became of the last ones is told by the loop
-                await asyncio.sleep(0)
+            await asyncio.gather(*self._commits, return_exceptions=True)
             self._console.update(self._standing())
         if self._error is not None:
             if self._error.exit_code == Exit.STORAGE:
@@ -313,7 +313,9 @@ class Engine:
                 cost = costs[row.line]
                 operations.append(settle.succeeded(row, call, result, output, cost, timing, secret))
                 counters.succeeded += 1
-                if cost is not None:
+                if cost is None:
+                    counters.cost_unknown_rows += 1
+                else:
                     counters.cost_usd += cost
                 if output.usage is not None:
                     counters.tokens += output.usage.input_tokens + output.usage.output_tokens
@@ -442,6 +444,7 @@ class Engine:
             elapsed_s=self._clock() - self._started,
             eta_s=left / rows_per_s if rows_per_s > 0 else None,
             binding=self._schedule.binding,
+            cost_unknown_rows=counters.cost_unknown_rows,
         )
 
 

@@ -59,6 +59,7 @@ def progress_numbers(standing: Standing) -> dict[str, Any]:
         "limit": standing.limit,
         "tokens": standing.tokens,
         "cost_usd": standing.cost_usd,
+        "cost_unknown_rows": standing.cost_unknown_rows,
         "spent_usd": standing.spent_usd,
         "budget_usd": standing.budget_usd,
         "rows_per_s": round(standing.rows_per_s, 3),
@@ -70,9 +71,12 @@ def progress_numbers(standing: Standing) -> dict[str, Any]:
 
 
 def _cost(standing: Standing) -> str:
-    if standing.budget_usd is None:
-        return money(standing.cost_usd)
-    return f"{money(standing.spent_usd)} of {money(standing.budget_usd)}"
+    if standing.budget_usd is not None:
+        return f"{money(standing.spent_usd)} of {money(standing.budget_usd)}"
+    if standing.cost_unknown_rows:
+        known = f"{money(standing.cost_usd)} and " if standing.cost_usd else ""
+        return f"{known}{standing.cost_unknown_rows:,} rows of unknown cost"
+    return money(standing.cost_usd)
 
 
 def listing(document: Mapping[str, Any]) -> str:

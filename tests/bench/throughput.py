@@ -22,7 +22,7 @@ from pathlib import Path
 from server import BenchServer
 
 HERE = Path(__file__).parent
-WORDS = "the order arrived late and the box was damaged so please tell me how to return it".split()
+WORDS = ("the", "order", "arrived", "late", "and", "its", "box", "was", "damaged", "please", "tell", "me", "how")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +85,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("build/bench/throughput.json"))
     options = parser.parse_args()
     document: dict[str, object] = {"rows": options.rows, "delay_ms": options.delay_ms, "load_average": os.getloadavg()}
-    print(f"{options.rows:,} rows of {options.prompt_bytes:,} bytes, a server that answers after {options.delay_ms:g} ms,")
-    print(f"{options.rounds} rounds in turn; medians (least to most); load average {os.getloadavg()[0]:.1f} at the start")
+    print(f"{options.rows:,} rows of {options.prompt_bytes:,} bytes; a server that takes {options.delay_ms:g} ms")
+    print(f"{options.rounds} rounds in turn: median (least–most); load average at the start {os.getloadavg()[0]:.1f}")
     with tempfile.TemporaryDirectory() as folder, BenchServer(delay_ms=options.delay_ms) as server:
         source = Path(folder) / "rows.jsonl"
         make_input(source, options.rows, options.prompt_bytes)
