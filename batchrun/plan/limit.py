@@ -1,7 +1,7 @@
 """How much a server really allows: the window of calls in flight and the pace, found by trying, with reasons.
 
 The law, in the order in which it acts. *Start*: double while that pays. *Cut*: a refusal says what kind of limit was
-met, and where it is. *Climb*: from a cut upward in steps that begin at 1% and grow while nothing is refused. *Rest*:
+met, and where it is. *Climb*: from a cut upward, in steps that begin at 1% and grow while nothing is refused. *Rest*:
 where nothing is ever refused, try a little more and a little less now and then, and keep what raises the throughput.
 """
 
@@ -12,29 +12,27 @@ from dataclasses import dataclass
 from math import inf
 from typing import Literal
 
+from batchrun.plan.measure import Meetings, Round, Throughput
 from batchrun.plan.pace import Pace
 
 __all__ = ["Limit", "LimitChange"]
 
 START = 16
-ROUND_TRIPS = 1.5
-"""A round is measured for so many round trips, after one in which the last change works itself out."""
-ROUND_S = 1.0
-"""It is no shorter than this, so that a fast server is not tried many times a second."""
 PAYS = 0.15
 """Doubling goes on while calls/s or tokens/s rise by this share."""
 USED = 0.8
-"""Only a cap that was used to this share says anything by its being held."""
-STEADY, SCATTERED = 0.08, 0.12
-"""Spread of the calls in service at the last three cuts: up to the one, the server limits those; beyond the other, a
-rate."""
+"""A cap must have been used to this share before it grows."""
 HEADROOM = 1.4
-"""Where the pace rules, the window is this many times what it fills."""
+"""Where the pace rules, the window is so many times what the pace fills."""
 BELOW = 0.95
 """After a cut the pace is this share of what was let in, so that the next refusal is a while off."""
 YIELD = 0.95
-"""A further cut of the pace leaves at most this share of it."""
+"""A further cut leaves at most this share of the pace, and no less than half."""
+RECENT = 40
+"""Sends by which the pace of what is let in is measured; at least ten."""
 FIRST_STEP, LAST_STEP = 0.01, 0.25
+FIRST_STEP_UNKNOWN = 0.08
+"""While the kind of limit is not known, it is sought faster."""
 CHECK_EVERY = 0.2
 """A climb by this share has to show for itself: 30% of it as throughput."""
 WORTH = 0.3
@@ -43,6 +41,8 @@ RAISED = 0.05
 """Less concurrency is kept where it raises throughput by this share."""
 REST_S, REST_GROWTH, LONGEST_REST_S = 20.0, 1.5, 600.0
 LONGEST_COOL_DOWN_S = 1.0
+WORTH_TELLING = 0.1
+"""Of the window: smaller steps of a climb are not told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +57,17 @@ class LimitChange:
         return f"{self.old} → {self.new} {self.why}"
 
 
-@dataclass(frozen=True, slots=True)
-class _Flow:
-    """What a round showed: throughput by Little's law, which is steadier than a count of ends."""
+@dataclass(slots=True)
+class _Cut:
+    """A cohort of refusals that is coming in. ``admitted`` were out beside it and have not been refused."""
 
-    calls_s: float
-    tokens_s: float
-    answers: int
+    at: float
+    refused_sent_at: float
+    order: int
+    others: int
+    admitted: int
+    after: int
+    """Of the admitted, those that were sent after the first refused call."""
 
 
 class Limit:
@@ -75,53 +79,51 @@ class Limit:
 
     def __init__(self, now: float, ceiling: int, fixed: int | None = None) -> None:
         self.in_flight = 0
+        self.sends = 0
         self.rtt_s = 0.0
-        self.kind: Literal["in-flight", "rate", None] = None
+        """Smoothed time from send to answer; 0.0 before the first."""
         self.change: LimitChange | None = None
         self._ceiling = ceiling
         self._fixed = fixed is not None
         self._window = float(fixed if fixed is not None else min(START, ceiling))
+        self._told = self.window
         self._pace: Pace | None = None
         self._phase: Literal["start", "climb", "rest", "return"] = "start"
-        self._back_to = 0.0
-        # the cut that is being made, and what the cuts before it met
+        self._round = Round(now, 0.0, self._window)
+        self._meetings = Meetings()
+        self._cut: _Cut | None = None
         self._cut_at = -inf
-        self._cutting = False
-        self._admitted = 0
-        self._refused_sent_at = 0.0
-        self._recent: deque[float] = deque(maxlen=40)
-        self._judged_at = -inf
-        self._last_admitted = 0
-        self._others = 0
-        self._refused_order = self._after = 0
-        self.sends = 0
-        self._met: deque[tuple[int, bool]] = deque(maxlen=5)
-        # climbing and resting
+        self._recent: deque[float] = deque(maxlen=RECENT)
         self._step = 0
-        self._anchor: tuple[float, _Flow] | None = None
+        self._base: tuple[float, Throughput] | None = None
+        """The window from which this climb or trial began, and what it gave."""
         self._trial: float | None = None
         self._next_trial = UP
         self._rest_s = REST_S
         self._rest_until = 0.0
-        self._area_at = now
-        self._begin_round(now)
+        self._return_to = 0.0
 
     # ------------------------------------------------------------ what it allows
 
     @property
     def window(self) -> int:
         """Calls that may be in flight."""
-        return max(1, int(self._window + 1e-9))
+        return int(self._window + 1e-9)
 
     @property
     def rate(self) -> float | None:
-        """Calls a second that may be sent, where the server limits a rate."""
+        """Calls a second that may be sent, where that was found to be limited."""
         return self._pace.rate if self._pace else None
+
+    @property
+    def kind(self) -> Literal["in-flight", "rate"] | None:
+        """What the server limits; None while that is not known."""
+        return self._meetings.kind
 
     def opens_at(self, now: float) -> float:
         """Returns when the next call may go out: now, later, or ``inf`` for after some call has ended."""
-        if self._cutting:
-            self._finish_cut(now)
+        if self._cut is not None:
+            self._finish_cut(now, self._cut)
         if self.in_flight >= self.window:
             return inf
         return now + self._pace.wait_s(now, 1.0) if self._pace else now
@@ -131,8 +133,8 @@ class Limit:
     def sent(self, now: float) -> None:
         """A call went out."""
         self._count(now, 1)
-        self._recent.append(now)
         self.sends += 1
+        self._recent.append(now)
         if self._pace:
             self._pace.take(now, 1.0)
 
@@ -144,44 +146,33 @@ class Limit:
         """A call was answered; at the end of a round this may move the caps."""
         self._count(now, -1)
         service_s = now - sent_at
-        gain = 2.0 / (self.window + 9.0)
-        self.rtt_s = service_s if self.rtt_s == 0.0 else self.rtt_s + gain * (service_s - self.rtt_s)
-        if self._fixed or now < self._measure_from:
-            return
-        self._answers += 1
-        self._tokens += tokens
-        self._service_s += service_s
-        if now >= self._round_ends and self._answers >= max(8, min(40, self.window / 2)):
+        weight = 2.0 / (self._window + 9.0) if self.rtt_s else 1.0
+        self.rtt_s += weight * (service_s - self.rtt_s)
+        if self._round.answered(now, service_s, tokens) and not self._fixed:
             self._end_round(now)
 
     def refused(self, now: float, sent_at: float, others: int, order: int) -> float:
-        """A call was refused; returns the seconds for which nothing more should be sent.
+        """A call was refused that was sent as number ``order``, beside ``others``.
 
-        One cut for a cohort: calls sent before the cut say nothing about the window after it. They only show that
-        they were not in service either.
+        Returns the seconds for which nothing more should be sent. One cut for a cohort: what was sent before a cut
+        says nothing about the window after it, only that it was not in service either.
         """
         self._count(now, -1)
         if self._fixed:
             return self._cool_down_s(now - sent_at)
-        if sent_at <= self._cut_at:
-            if self._cutting:
-                self._admitted -= 1
-                if order > self._refused_order:
-                    self._after -= 1
-            return 0.0
-        self._cutting = True
-        self._cut_at = now
-        self._admitted = self.in_flight
-        self._others = others
-        self._refused_order = order
-        self._after = self.sends - order
-        self._refused_sent_at = sent_at
-        return self._cool_down_s(now - sent_at)
+        if sent_at > self._cut_at:
+            self._cut_at = now
+            self._cut = _Cut(now, sent_at, order, others, self.in_flight, self.sends - order)
+            return self._cool_down_s(now - sent_at)
+        if self._cut is not None:
+            self._cut.admitted -= 1
+            self._cut.after -= order > self._cut.order
+        return 0.0
 
     def restart(self, now: float) -> None:
         """The server is back after an outage: begin with a quarter of the window, double back to all of it."""
         if not self._fixed:
-            self._back_to = max(self._window, self._back_to)
+            self._return_to = max(self._window, self._return_to)
             self._phase = "return"
             self._move(now, self._window / 4, "back after an outage")
 
@@ -189,191 +180,148 @@ class Limit:
 
     def _cool_down_s(self, refusal_s: float) -> float:
         """Long enough for the rest of the cohort to come back, and for a bucket to fill a little."""
-        if self.kind == "in-flight":
-            return min(LONGEST_COOL_DOWN_S, refusal_s)
-        return min(LONGEST_COOL_DOWN_S, max(refusal_s, 0.2 * self.rtt_s))
+        fill_s = 0.0 if self.kind == "in-flight" else 0.2 * self.rtt_s
+        return min(LONGEST_COOL_DOWN_S, max(refusal_s, fill_s))
 
-    def _finish_cut(self, now: float) -> None:
+    def _finish_cut(self, now: float, cut: _Cut) -> None:
         """The cohort is in: what was in service tells the kind of limit, and the caps follow from it."""
-        self._cutting = False
-        self._judge(self._admitted)
-        rate = self._rate_met()
-        self._phase, self._step, self._anchor, self._trial = "climb", 0, None, None
+        self._cut = None
+        self._phase, self._step, self._base, self._trial, self._return_to = "climb", 0, None, None, 0.0
+        self._meetings.judge(cut.at, self.rtt_s, others=cut.others, admitted=cut.admitted, after=cut.after)
+        let_in_s = self._let_in_s(cut)
+        held = max(cut.admitted, self._window / 2)
         if self.kind == "in-flight":
             self._pace = None
-            self._move(now, max(self._admitted, self._window / 2), "rate_limited: server limits in-flight")
+            self._move(now, held, "rate_limited: server limits in-flight")
             return
         if self._pace:
-            old = self._pace.rate
-            self._set_pace(now, min(YIELD * old, max(old / 2, rate)) if rate else YIELD * old)
-        elif rate:
-            self._set_pace(now, rate)
-        elif self.kind == "rate":
-            self._set_pace(now, self._window / self.rtt_s)
+            self._turn(now, min(YIELD * self._pace.rate, max(self._pace.rate / 2, let_in_s or inf)))
+        elif let_in_s or self.kind == "rate":
+            self._turn(now, let_in_s or self._window / self.rtt_s)
         if self.kind == "rate":
             self._follow_pace(now, "rate_limited: server limits the rate")
         else:
-            fill = self._pace.rate * self.rtt_s + 1.5 if self._pace else 0.0
-            self._move(now, max(self._admitted, self._window / 2, fill), "rate_limited")
+            filled = self._pace.rate * self.rtt_s + 1.5 if self._pace else 0.0
+            self._move(now, max(held, filled), "rate_limited")
 
-    def _judge(self, admitted: int) -> None:
-        """Tells the kind of limit from what was in service when it was met, over the last three cuts."""
-        independent = self.rtt_s > 0 and self._cut_at - self._judged_at >= self.rtt_s
-        consistent = self._others >= self._last_admitted
-        self._last_admitted = max(1, admitted - self._after)
-        if consistent and not independent:
-            return
-        self._judged_at = self._cut_at
-        self._met.append((max(1, admitted), consistent))
-        counts = [count for count, _ in self._met]
-        spread = (max(counts) - min(counts)) / (sum(counts) / len(counts))
-        contradictions = [c for _, c in self._met][-3:].count(False)
-        if contradictions >= 2:
-            self.kind = "rate"
-        elif self.kind == "in-flight" and not consistent:
-            self.kind = None
-        elif contradictions == 0 and len(self._met) >= 3:
-            if spread > SCATTERED:
-                self.kind = "rate"
-            elif spread <= STEADY and min(counts) >= 4 and (self.kind is None or len(self._met) == 5):
-                self.kind = "in-flight"
-
-    def _rate_met(self) -> float:
-        """Returns the calls a second that were let in before the refusal, 0.0 if too few say."""
-        while self._recent and self._recent[-1] >= self._refused_sent_at:
-            self._recent.pop()
-        n = len(self._recent)
-        span = self._recent[-1] - self._recent[0] if n else 0.0
+    def _let_in_s(self, cut: _Cut) -> float:
+        """Returns a little less than the calls a second that were let in before the cut; 0.0 if too few say."""
+        times = [at for at in self._recent if at < cut.refused_sent_at]
         self._recent.clear()
-        return BELOW * (n - 1) / span if n >= 10 and span >= self.rtt_s > 0 else 0.0
+        if len(times) < RECENT / 4 or times[-1] - times[0] < self.rtt_s or self.rtt_s == 0.0:
+            return 0.0
+        return BELOW * (len(times) - 1) / (times[-1] - times[0])
 
-    def _set_pace(self, now: float, rate: float) -> None:
-        rate = max(rate, 1.0 / 60.0)
+    def _turn(self, now: float, rate: float) -> None:
+        """Sets the pace; a late timer may catch up by a twentieth of a second."""
+        burst = 1.0 + 0.05 * rate
         if self._pace is None:
-            self._pace = Pace(now, rate, 1.0)
-        self._pace.level(now)
-        self._pace.rate = rate
-        self._pace.burst = 1.0 + 0.05 * rate
+            self._pace = Pace(now, rate, burst)
+        self._pace.turn(now, rate, burst)
 
-    def _follow_pace(self, now: float, why: str) -> None:
-        assert self._pace is not None
-        self._move(now, HEADROOM * self._pace.rate * self.rtt_s + 2.0, why)
+    def _follow_pace(self, now: float, why: str, *, small: bool = False) -> None:
+        """Where a rate is limited, the window only gives it room."""
+        self._move(now, HEADROOM * (self.rate or 0.0) * self.rtt_s + 2.0, why, small=small)
 
     # ------------------------------------------------------------ rounds
 
-    def _begin_round(self, now: float) -> None:
-        self._measure_from = now + self.rtt_s
-        self._round_ends = self._measure_from + max(ROUND_S, ROUND_TRIPS * self.rtt_s)
-        self._answers = 0
-        self._tokens = 0
-        self._service_s = 0.0
-        self._area = 0.0
-
     def _count(self, now: float, change: int) -> None:
-        if now > self._measure_from:
-            self._area += self.in_flight * (now - max(self._area_at, self._measure_from))
-        self._area_at = now
+        self._round.passed(now, self.in_flight)
         self.in_flight += change
 
     def _end_round(self, now: float) -> None:
-        span_s = now - self._measure_from
-        mean = self._area / span_s
-        per_s = mean / self._service_s
-        flow = _Flow(per_s * self._answers, per_s * self._tokens, self._answers)
-        used = mean >= USED * self.window
-        paced = self._pace is not None and self._answers / span_s >= USED * self._pace.rate
-        self._begin_round(now)
-        if self._phase == "start":
-            if used:
-                self._double(now, flow)
-        elif self._phase == "return":
+        shown = self._round.result(now)
+        used = shown.in_flight >= USED * self.window
+        paced = self._pace is not None and shown.counted_s >= USED * self._pace.rate
+        self._round = Round(now, self.rtt_s, self._window)
+        if self._phase == "return":
             self._return(now)
-        elif self._phase == "climb":
-            self._climb(now, flow, used=used, paced=paced)
-        elif used:
-            self._try(now, flow)
+        elif self._phase == "climb" and self.kind == "rate":
+            self._climb_pace(now, paced=paced)
+        elif self._phase == "climb" and (used or paced):
+            self._climb(now, shown)
+        elif self._phase == "start" and used:
+            self._double(now, shown)
+        elif self._phase == "rest" and used:
+            self._try(now, shown)
 
-    def _double(self, now: float, flow: _Flow) -> None:
+    def _double(self, now: float, shown: Throughput) -> None:
         """Start: doubles while that pays; the knee is half of where it no longer did."""
-        if self._anchor is not None:
-            knee, before = self._anchor
-            if max(flow.calls_s / before.calls_s, flow.tokens_s / max(before.tokens_s, 1e-9)) < 1.0 + PAYS:
-                self._phase = "rest"
-                self._rest_until = now + REST_S
-                self._move(now, knee, "no gain from more")
+        if self._base is not None and shown.best_gain_over(self._base[1]) < PAYS:
+            self._rest(now, self._base[0])
+        elif self._window >= self._ceiling:
+            self._rest(now, self._window)
+        else:
+            self._base = (self._window, shown)
+            self._move(now, 2 * self._window, "slow start")
+
+    def _climb(self, now: float, shown: Throughput) -> None:
+        """After a cut: 1%, doubled every second clean round up to 25%, on the caps that there are."""
+        window, before = self._base or (self._window, shown)
+        grown = self._window / window - 1.0
+        if grown >= CHECK_EVERY and min(shown.answers, before.answers) >= RECENT:
+            if shown.best_gain_over(before) < WORTH * grown:
+                self._rest(now, window)
                 return
-        if self._window >= self._ceiling:
-            self._phase = "rest"
-            self._rest_until = now + REST_S
-            return
-        self._anchor = (self._window, flow)
-        self._move(now, 2 * self._window, "slow start")
+            window, before = self._window, shown
+        self._base = (window, before)
+        step = self._next_step()
+        if self._pace:
+            self._turn(now, self._pace.rate * step)
+        self._move(now, self._window * step, "climbing", small=True)
+
+    def _climb_pace(self, now: float, *, paced: bool) -> None:
+        """Where the pace rules it needs no check: what is let in is throughput."""
+        if self._pace and paced:
+            self._turn(now, self._pace.rate * self._next_step())
+        self._follow_pace(now, "climbing", small=True)
+
+    def _next_step(self) -> float:
+        doublings = self._step if self.kind is None else self._step // 2
+        first = FIRST_STEP_UNKNOWN if self.kind is None else FIRST_STEP
+        self._step += 1
+        return 1.0 + min(LAST_STEP, first * 2.0**doublings)
 
     def _return(self, now: float) -> None:
-        if self._window >= self._back_to:
-            self._phase, self._back_to, self._step, self._anchor = "climb", 0.0, 0, None
+        """After an outage: back to the old window in doublings."""
+        if self._window >= self._return_to:
+            self._phase, self._return_to, self._step, self._base = "climb", 0.0, 0, None
         else:
-            self._move(now, min(self._back_to, 2 * self._window), "back after an outage")
+            self._move(now, min(self._return_to, 2 * self._window), "back after an outage")
 
-    def _climb(self, now: float, flow: _Flow, *, used: bool, paced: bool) -> None:
-        """After a cut: 1%, doubled every second clean round up to 25%, on the cap that binds."""
-        ruled = self.kind == "rate" and self._pace is not None
-        if not (paced if ruled else used or paced):
-            if ruled:
-                self._follow_pace(now, "round trips changed")
-            return
-        if self._anchor is None:
-            self._anchor = (self._window, flow)
-        window, before = self._anchor
-        grown = self._window / window - 1.0
-        if not ruled and grown >= CHECK_EVERY and flow.answers >= 40 and before.answers >= 40:
-            if max(flow.calls_s / before.calls_s, flow.tokens_s / before.tokens_s) < (1.0 + WORTH * grown):
-                self._phase = "rest"
-                self._rest_until = now + REST_S
-                self._move(now, window, "no gain from more")
-                return
-            self._anchor = (self._window, flow)
-        step = 1.0 + min(LAST_STEP, FIRST_STEP * 2.0 ** (self._step // 2))
-        self._step += 1
-        if self.kind is None:
-            step = 1.0 + min(LAST_STEP, 4 * FIRST_STEP * 2.0**self._step)
-        if self._pace is not None:
-            self._set_pace(now, self._pace.rate * step)
-        if ruled:
-            self._follow_pace(now, "climbing")
-        else:
-            self._move(now, self._window * step, "climbing")
+    def _rest(self, now: float, window: float) -> None:
+        self._phase, self._base, self._trial = "rest", None, None
+        self._rest_until = now + self._rest_s
+        self._move(now, window, "no gain from more")
 
-    def _try(self, now: float, flow: _Flow) -> None:
+    def _try(self, now: float, shown: Throughput) -> None:
         """Rest: tries a quarter more and a fifth less in turn, and keeps what raises the throughput."""
-        if self._trial is not None:
-            assert self._anchor is not None
-            window, before = self._anchor
-            gain = flow.tokens_s / max(before.tokens_s, 1e-9) - 1.0
-            if gain < (WORTH * (UP - 1.0) if self._trial == UP else RAISED):
-                self._move(now, window, "no gain from " + ("more" if self._trial == UP else "less"))
-                self._next_trial = DOWN if self._trial == UP else UP
-                self._trial = None
-                self._rest_until = now + self._rest_s
-                self._rest_s = min(LONGEST_REST_S, REST_GROWTH * self._rest_s)
+        if self._trial is not None and self._base is not None:
+            worth = WORTH * (UP - 1.0) if self._trial == UP else RAISED
+            if shown.gain_over(self._base[1]) < worth:
+                self._move(now, self._base[0], "no gain from " + ("more" if self._trial == UP else "less"))
+                self._rest_longer(now, DOWN if self._trial == UP else UP)
                 return
             self._rest_s = REST_S
         elif now < self._rest_until:
             return
-        else:
-            self._trial = self._next_trial
-        target = min(self._ceiling, max(1.0, self._window * self._trial))
-        if target == self._window:
-            self._next_trial = DOWN if self._trial == UP else UP
-            self._trial = None
-            self._rest_until = now + self._rest_s
+        self._trial = self._trial or self._next_trial
+        tried = min(float(self._ceiling), max(1.0, self._window * self._trial))
+        if tried == self._window:
+            self._rest_longer(now, DOWN if self._trial == UP else UP)
             return
-        self._anchor = (self._window, flow)
-        self._move(now, target, "trying " + ("more" if self._trial == UP else "less"))
+        self._base = (self._window, shown)
+        self._move(now, tried, "trying " + ("more" if self._trial == UP else "less"))
 
-    def _move(self, now: float, window: float, why: str) -> None:
-        old = self.window
+    def _rest_longer(self, now: float, next_trial: float) -> None:
+        self._trial, self._next_trial = None, next_trial
+        self._rest_until = now + self._rest_s
+        self._rest_s = min(LONGEST_REST_S, REST_GROWTH * self._rest_s)
+
+    def _move(self, now: float, window: float, why: str, *, small: bool = False) -> None:
+        """Sets the window, measures anew, and tells of it; of a small step only once they add up."""
         self._window = min(float(self._ceiling), max(1.0, window))
-        self._begin_round(now)
-        if self.window != old:
-            self.change = LimitChange(old, self.window, why)
+        self._round = Round(now, self.rtt_s, self._window)
+        if self.window != self._told and not (small and abs(self.window - self._told) < WORTH_TELLING * self._told):
+            self.change = LimitChange(self._told, self.window, why)
+            self._told = self.window

@@ -59,13 +59,13 @@ class Pace:
 class KnownQuota:
     """One quota per minute: what the user set (``own``), and what the server's headers tell of its bucket (``told``).
 
-    The user's limit is spread evenly, with no burst beyond a quarter of a second. The server's own bucket is used as
+    The user's limit is spread evenly, with no burst beyond a twentieth of a second. The server's own bucket is used as
     far as it is filled (a full one may be emptied at once) but never overdrawn.
     """
 
     __slots__ = ("_basis", "_least_scale", "_scale", "_sent", "own", "told")
 
-    OWN_BURST_S = 0.25
+    OWN_BURST_S = 0.05
     LEARN_FROM = 0.05
     """Of the limit: so much must have been charged between two replies before they say how the server charges."""
 
@@ -122,13 +122,14 @@ class KnownQuota:
         if quota.reset_s is not None and quota.reset_s > MINUTE_S * 1.05:
             # A bucket per minute is full again within the minute: this one refills more slowly (a day's, an hour's).
             rate = max(quota.limit - remaining, 1) / quota.reset_s
+        first = self.told is None
         if self.told is None:
             self.told = Pace(now, SHARE * rate, burst)
         self.told.turn(now, SHARE * rate, burst)
         if quota.remaining is not None:
             self._learn_scale(sent_at, remaining, rate, quota.limit, mark)
             low = remaining - (self._sent - mark) * self._scale
-            self.told.between(now, low, low + rate * (now - sent_at))
+            self.told.between(now, low, low if first else low + rate * (now - sent_at))
 
     def _learn_scale(self, at: float, remaining: float, rate: float, limit: int, mark: float) -> None:
         """Compares what the server took between two replies with what may have been charged at most.

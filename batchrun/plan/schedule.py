@@ -289,9 +289,8 @@ class Schedule:
             self._server_works(now, call, flight)  # the row or the account does not
         elif flight.probe:
             scope.breaker.probed(now, succeeded=False)
-        elif scope.breaker.opened_at is None and not self._suspect(call, scope):
-            if scope.failed(now, call.sent_at):
-                self._note(now, "breaker", f"open: {fault.detail}")
+        elif scope.breaker.opened_at is None and not self._suspect(call, scope) and scope.failed(now, call.sent_at):
+            self._note(now, "breaker", f"open: {fault.detail}")
 
     def _suspect(self, call: Call, scope: Scope) -> bool:
         """Says whether the row is to blame: it failed before, and the server answered others since."""

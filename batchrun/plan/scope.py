@@ -46,7 +46,7 @@ class Scope:
     """What one model at one endpoint allows: its window, its paces, its pause and its breaker."""
 
     __slots__ = (
-        "_gap_s", "_gap_until", "_next_at", "answered_at", "breaker", "limit", "origin", "pause_s",
+        "_gap_s", "_gap_until", "_hinted", "_next_at", "_patience_s", "answered_at", "breaker", "limit", "origin", "pause_s",
         "paused_until", "reason", "requests", "tokens",
     )  # fmt: skip
 
@@ -58,6 +58,8 @@ class Scope:
         self.breaker = Breaker(rng)
         self.paused_until = now
         self.pause_s = 0.0
+        self._patience_s = flow.patience_s
+        self._hinted = False
         self.answered_at = -inf
         self.reason = "concurrency"
         # Herds: after a pause, and at the very beginning, a window goes out evenly and not at once.
@@ -69,7 +71,10 @@ class Scope:
         """Returns when such a call may go out: now or earlier, later, or ``inf`` for after some call has ended."""
         if self.breaker.opened_at is not None:
             self.reason = "breaker"
-            return inf if self.breaker.probing else max(self.breaker.probe_at, self.paused_until)
+            if self.breaker.probing:
+                patient_until = self.breaker.opened_at + self._patience_s
+                return patient_until if patient_until > now else inf
+            return max(self.breaker.probe_at, self.paused_until)
         if self.paused_until > now:
             self.reason = "pause"
             return self.paused_until
@@ -97,7 +102,7 @@ class Scope:
         if self.reason == "breaker":
             return "breaker open, probing"
         if self.reason == "pause":
-            return f"paused {self.pause_s:.0f} s by Retry-After" if self.pause_s >= 1.0 else "cooling down"
+            return f"paused {self.pause_s:.0f} s by Retry-After" if self._hinted else "cooling down after a refusal"
         if self.reason == "rate":
             return f"server rate limit ≈ {self.limit.rate or 0.0:.1f}/s"
         if self.reason == "concurrency" and self.limit.kind == "in-flight":
@@ -140,6 +145,7 @@ class Scope:
         began = self.paused_until <= now
         self.paused_until = now + pause_s
         self.pause_s = pause_s
+        self._hinted = hint_s is not None
         if pause_s > 0.5 * self.limit.rtt_s:  # long enough for what was in flight to have landed
             self._spread(self.paused_until)
         return began and pause_s >= 1.0
