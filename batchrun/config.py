@@ -119,7 +119,8 @@ def load(
         config: The file of ``--config``; then none is searched for.
 
     Returns:
-        The settings, and the names of those that were given anywhere, nested ones dotted (``price.input``).
+        The settings, and the names of those that flags gave, nested ones dotted (``price.input``): in a job that
+        exists they win over what it remembers; what a file or the environment says does not.
 
     Raises:
         BatchrunError: Something cannot be read, is unknown, or holds a key.
@@ -139,7 +140,7 @@ def load(
     given = _merged(layers)
     if given.get("quiet") and given.get("verbose"):
         raise BatchrunError("--quiet and --verbose exclude each other", hint="leave one of them out")
-    return replace(_with(Settings(), given), config=path), frozenset(given)
+    return replace(_with(Settings(), given), config=path), frozenset(from_flags)
 
 
 def overlay(remembered: Settings, now: Settings, given: Iterable[str]) -> Settings:

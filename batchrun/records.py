@@ -253,7 +253,7 @@ class Returned:
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """A row's one terminal record. ``record`` is its finished line of results.jsonl or errors.jsonl, without newline."""
+    """A row's one terminal record. ``record`` is its line of results.jsonl or errors.jsonl, without newline."""
 
     line: int
     custom_id: str

@@ -21,7 +21,9 @@ def call(*lines: int, model: str = "m", priority: int = 0, worst: Decimal = WORS
     return Call(rows, 1, 100 * len(rows), worst, priority)
 
 
-def reply(to: Call, *, without: tuple[int, ...] = (), usage: Usage | None = None, quotas: Quotas | None = None) -> Reply:
+def reply(
+    to: Call, *, without: tuple[int, ...] = (), usage: Usage | None = None, quotas: Quotas | None = None
+) -> Reply:
     outputs = {each.custom_id: ANSWER for each in to.rows if each.line not in without}
     return Reply(outputs, usage or Usage(to.tokens, 20 * len(to.rows)), quotas=quotas)
 

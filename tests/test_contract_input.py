@@ -12,7 +12,6 @@ import zstandard
 from tests.faults.server import Reply
 from tests.support import Shell, prompts, wait_until
 
-
 SAY = {"role": "user", "content": "hi"}
 
 
@@ -45,21 +44,24 @@ def test_every_openai_row_shape_is_asked_and_answered_under_its_own_id(shell: Sh
     found = shell.results()
     assert [row["custom_id"] for row in found] == ["batch", "no-method", "body", "prompt", "17", "line-6", "line-7"]
     assert [row["line"] for row in found] == list(range(1, 8))
-    assert [row["output"] for row in found] == [f"echo:{t}" for t in ("one", "hi", "two", "three", "four", "five", "six")]
+    assert [row["output"] for row in found] == [
+        f"echo:{t}" for t in ("one", "hi", "two", "three", "four", "five", "six")
+    ]
     assert found[2]["metadata"] == {"queue": "eu"}
     assert found[3]["metadata"] == {"color": "red"}
-    sent = [request.json for request in server.requests]
-    assert [body["model"] for body in sent] == ["own", "own", "m", "own", "m", "m", "m"]
-    assert sent[0]["metadata"] == {"k": "sent"}
-    assert not any("metadata" in body or "color" in body for body in sent[1:])
-    assert [turn["role"] for turn in sent[3]["messages"]] == ["system", "user"]
-    assert sent[3].get("max_tokens", sent[3].get("max_completion_tokens")) == 7
+    sent = {request.text: request.json for request in server.requests}
+    own = {text: body["model"] for text, body in sent.items()}
+    assert own == dict.fromkeys(["one", "hi", "three"], "own") | dict.fromkeys(["two", "four", "five", "six"], "m")
+    assert sent["one"]["metadata"] == {"k": "sent"}
+    assert not any("metadata" in body or "color" in body for text, body in sent.items() if text != "one")
+    assert [turn["role"] for turn in sent["three"]["messages"]] == ["system", "user"]
+    assert sent["three"].get("max_tokens", sent["three"].get("max_completion_tokens")) == 7
     assert {request.path for request in server.requests} == {"/v1/chat/completions"}
 
 
 def test_a_batch_lines_body_travels_as_the_very_bytes_it_came_in(shell: Shell, server):
     odd = [
-        '{"model": "own",  "messages":[ {"role":"user","content":"\\u00e9\\/é"} ], "seed": 123456789012345678901234567890}',
+        '{"model": "own",  "messages":[ {"role":"user","content":"\\u00e9\\/é"} ], "seed": 123456789012345678901}',
         '{"messages":[{"role":"user","content":"a"}],"model":"own","temperature":1.0,"x":1e2,"y":0.1000000000000000055511151231257827,"z":-0}',
         '{"model":"own","messages":[{"content":"<|endoftext|>\\t","role":"user"}],"top_p":1E-7,"n":1 }',
         '{"model":"own","messages":[{"role":"user","content":"b"}],"big":' + "7" * 300 + "}",
@@ -72,7 +74,9 @@ def test_a_batch_lines_body_travels_as_the_very_bytes_it_came_in(shell: Shell, s
 
 def test_numbers_of_simple_rows_reach_the_server_digit_for_digit(shell: Shell, server):
     digits = ["123456789012345678901234567890", "1.0", "0.10000000000000000555", "1e2", "-0.0", "18446744073709551617"]
-    lines = [f'{{"messages":[{{"role":"user","content":"p"}}],"seed":{number},"id":{n}}}' for n, number in enumerate(digits)]
+    lines = [
+        f'{{"messages":[{{"role":"user","content":"p"}}],"seed":{number},"id":{n}}}' for n, number in enumerate(digits)
+    ]
     lines += [f'{{"prompt":"p","temperature":{number},"id":"t{n}"}}' for n, number in enumerate(digits)]
     shell.write("in.jsonl", lines)
     shell.submit(server, "--concurrency", "1", "--param", 'logit_bias={"5": 1.50}').told(0)
@@ -245,7 +249,7 @@ def test_a_template_makes_prompts_of_any_object_and_is_strict(shell: Shell, serv
         "Classify: Où <b>est</b>?\n[eu]",
         "Classify: two",
     ]
-    assert [turn["content"] for turn in server.requests[0].json["messages"]][0] == "S"
+    assert server.requests[0].json["messages"][0] == {"role": "system", "content": "S"}
     found = shell.results()
     assert [row["custom_id"] for row in found] == ["t1", "t2"]
     assert found[0]["metadata"]["queue"] == "eu"
@@ -281,13 +285,38 @@ def test_limit_makes_the_first_rows_the_job_for_now(shell: Shell, server):
 
 
 def test_defaults_apply_and_a_rows_own_values_win(shell: Shell, server):
-    own = {"id": "own", "prompt": "a", "model": "mine", "temperature": 0.5, "max_tokens": 5, "top_p": 0.1, "system": "O"}
+    own = {
+        "id": "own",
+        "prompt": "a",
+        "model": "mine",
+        "temperature": 0.5,
+        "max_tokens": 5,
+        "top_p": 0.1,
+        "system": "O",
+    }
     shell.write("in.jsonl", [{"id": "plain", "prompt": "b"}, own])
-    flags = ["--max-tokens", "99", "--temperature", "0.25", "--system", "D", "--param", "top_p=0.9", "--param", "stop=[]"]
+    flags = [
+        "--max-tokens",
+        "99",
+        "--temperature",
+        "0.25",
+        "--system",
+        "D",
+        "--param",
+        "top_p=0.9",
+        "--param",
+        "stop=[]",
+    ]
     shell.submit(server, "--concurrency", "1", *flags).told(0)
-    plain, mine = (request.json for request in server.requests)
+    plain, mine = (request.json for request in sorted(server.requests, key=lambda request: request.text, reverse=True))
     limit = "max_tokens" if "max_tokens" in plain else "max_completion_tokens"
-    assert (plain["model"], plain["temperature"], plain[limit], plain["top_p"], plain["stop"]) == ("m", 0.25, 99, 0.9, [])
+    assert (plain["model"], plain["temperature"], plain[limit], plain["top_p"], plain["stop"]) == (
+        "m",
+        0.25,
+        99,
+        0.9,
+        [],
+    )
     assert (mine["model"], mine["temperature"], mine[limit], mine["top_p"], mine["stop"]) == ("mine", 0.5, 5, 0.1, [])
     assert [body["messages"][0]["content"] for body in (plain, mine)] == ["D", "O"]
 

@@ -135,9 +135,9 @@ def test_a_refused_request_gives_its_reservation_back(shell: Shell, server: Faul
     estimated = shell.run("estimate", "in.jsonl", "--base-url", server.url, "--model", "m", *PRICES, "--json").told(0)
     cap = Decimal(str(estimated.summary["cost_usd"]["max"])) * Decimal("1.2")
     server.script(
-        lambda request, n: error(429, "rate_limit_exceeded", retry_after="0.05")
-        if request.repeat == 1
-        else chat_reply(usage=USAGE)
+        lambda request, n: (
+            error(429, "rate_limit_exceeded", retry_after="0.05") if request.repeat == 1 else chat_reply(usage=USAGE)
+        )
     )
     ran = shell.submit(server, "--budget", str(cap), "--concurrency", "2", *PRICES).told(0)
     assert ran.rows["succeeded"] == 10

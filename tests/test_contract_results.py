@@ -34,7 +34,9 @@ def starts_with(found, keys):
 
 
 def test_a_result_and_a_failure_hold_what_the_contract_shows(shell: Shell, server: FaultServer):
-    shell.write("in.jsonl", ['{"id":"good","prompt":"hello","metadata":{"queue":"eu"}}', '{"prompt" : "bad", "x":1.50}'])
+    shell.write(
+        "in.jsonl", ['{"id":"good","prompt":"hello","metadata":{"queue":"eu"}}', '{"prompt" : "bad", "x":1.50}']
+    )
     body = {
         "id": "c-9",
         "object": "chat.completion",
@@ -135,9 +137,10 @@ def test_results_are_in_input_order_and_can_be_asked_for_in_three_ways(shell: Sh
     assert [row["custom_id"] for row in shell.results()] == good
     assert [row["custom_id"] for row in shell.errors()] == ["r7", "r27", "r47"]
     assert shell.run("results").told(0).out == (shell.root / "in.batchrun/results.jsonl").read_bytes()
-    assert shell.run("results", "--failed", "in.jsonl").told(0).out == (
-        shell.root / "in.batchrun/errors.jsonl"
-    ).read_bytes()
+    assert (
+        shell.run("results", "--failed", "in.jsonl").told(0).out
+        == (shell.root / "in.batchrun/errors.jsonl").read_bytes()
+    )
     assert shell.run("results", "in.batchrun", "--all", "-o", "all.jsonl").told(0).out == b""
     lines = (shell.root / "all.jsonl").read_bytes().splitlines()
     assert [json.loads(line)["custom_id"] for line in lines] == [f"r{n}" for n in range(1, 61)]
@@ -155,7 +158,10 @@ def test_status_results_and_report_work_while_the_run_is_on(shell: Shell, server
     found = [json.loads(line) for line in shell.run("results").told(0).out.splitlines()]
     assert [row["custom_id"] for row in found] == [f"r{n}" for n in range(1, 9)]
     assert parse(shell.run("report", "--format", "json").told(0).out)["rows"]["succeeded"] == 8
-    assert "running" in shell.run("report").told(0).out.decode()
+    for command in ("status", "report"):
+        told = shell.run(command).told(0).out.decode()
+        assert "running" in told
+        assert "nothing left" not in told
     server.release()
     assert shell.end(process).told(0).rows["succeeded"] == 12
     assert len(server.requests) == 12
@@ -220,7 +226,9 @@ def test_unknown_usage_stays_unknown_and_is_counted(shell: Shell, server: FaultS
 def test_an_unpriced_models_rows_cost_null_and_are_counted(shell: Shell, server: FaultServer):
     rows = [{"id": "a", "prompt": "x", "model": "gpt-4o-mini"}, {"id": "b", "prompt": "x", "model": "nobody-knows-me"}]
     shell.write("in.jsonl", rows)
-    server.script(lambda r, n: chat_reply(model=r.json["model"], usage={"prompt_tokens": 1000, "completion_tokens": 100}))
+    server.script(
+        lambda r, n: chat_reply(model=r.json["model"], usage={"prompt_tokens": 1000, "completion_tokens": 100})
+    )
     summary = shell.submit(server, "--provider", "openai").told(0).summary
     known, unknown = shell.results()
     assert known["cost_usd"] == Decimal("0.00021")
@@ -303,19 +311,21 @@ def test_completions_and_responses_run_end_to_end(shell: Shell, server: FaultSer
     assert [row["output"] for row in shell.results("c")] == ["echo:un", "echo:deux"]
     assert server.requests[1].json["max_tokens"] == 9
     server.script(
-        lambda request, n: Reply(
-            200,
-            {
-                "id": "x",
-                "object": "response",
-                "status": "failed",
-                "error": {"code": "invalid_prompt", "message": "no such thing"},
-                "output": [],
-                "usage": {"input_tokens": 5, "output_tokens": 0},
-            },
+        lambda request, n: (
+            Reply(
+                200,
+                {
+                    "id": "x",
+                    "object": "response",
+                    "status": "failed",
+                    "error": {"code": "invalid_prompt", "message": "no such thing"},
+                    "output": [],
+                    "usage": {"input_tokens": 5, "output_tokens": 0},
+                },
+            )
+            if request.text == "un"
+            else None
         )
-        if request.text == "un"
-        else None
     )
     shell.submit(server, "--endpoint", "responses", "--job", "r", "--concurrency", "1", "--system", "S").told(1)
     asked = server.requests[2:]
@@ -355,7 +365,11 @@ def test_anthropic_runs_end_to_end(shell: Shell, server: FaultServer):
             return Reply(529, {"type": "error", "error": {"type": "overloaded_error", "message": "busy"}})
         content = [{"type": "thinking", "thinking": "hm"}, {"type": "text", "text": f"said {request.text}"}]
         body = {"id": "msg_1", "type": "message", "role": "assistant", "model": "claude-x", "content": content}
-        return Reply(200, body | {"stop_reason": "max_tokens", "usage": usage}, {"request-id": "req_an", "x-request-id": "req_an"})
+        return Reply(
+            200,
+            body | {"stop_reason": "max_tokens", "usage": usage},
+            {"request-id": "req_an", "x-request-id": "req_an"},
+        )
 
     server.script(script)
     prices = ["--price-in", "1", "--price-out", "10", "--price-cached-in", "0.1", "--price-cache-write", "1.25"]

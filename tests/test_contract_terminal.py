@@ -53,7 +53,11 @@ def test_cron_with_a_bare_environment_another_directory_and_umask_000(shell: She
     assert {"state.db", "results.jsonl", "errors.jsonl", "report.json", "report.html"} <= set(found)
     assert len(shell.results()) == 6
     again = subprocess.run(
-        [COMMAND, *args, "--quiet"], cwd="/", env={"PATH": "/bin", "OPENAI_API_KEY": KEY}, capture_output=True, check=True
+        [COMMAND, *args, "--quiet"],
+        cwd="/",
+        env={"PATH": "/bin", "OPENAI_API_KEY": KEY},
+        capture_output=True,
+        check=True,
     )
     assert again.stdout + again.stderr == b""
     assert len(server.requests) == 6
@@ -75,7 +79,7 @@ def test_files_are_private_while_the_run_is_on_and_after_a_kill(shell: Shell, se
 
 
 def test_quiet_says_only_errors_and_json_logs_are_an_object_a_line(shell: Shell, server: FaultServer):
-    shell.write("in.jsonl", prompts(4))
+    shell.write("in.jsonl", prompts(30))
     ran = shell.run("submit", "in.jsonl", "--base-url", server.url, "--model", "m", "-q").told(0)
     assert (ran.out, ran.err) == (b"", "")
     server.script(lambda request, n: error(401, "invalid_api_key", "bad key"))
@@ -133,7 +137,9 @@ def on_a_terminal(shell: Shell, args: list[str], **env: str) -> tuple[int, str]:
     """Runs the command with stderr and stdout on a terminal; returns its exit code and what was shown."""
     leader, follower = pty.openpty()
     full = shell.env | {"TERM": "xterm-256color", "COLUMNS": "100", "LINES": "30"} | env
-    process = subprocess.Popen([COMMAND, *args], cwd=shell.root, env=full, stdin=follower, stdout=follower, stderr=follower)
+    process = subprocess.Popen(
+        [COMMAND, *args], cwd=shell.root, env=full, stdin=follower, stdout=follower, stderr=follower
+    )
     os.close(follower)
     shown = b""
     until = time.monotonic() + 30
@@ -172,7 +178,9 @@ def test_a_terminal_shows_a_bar_and_no_color_is_honoured(shell: Shell, server: F
 def test_flags_beat_environment_beats_file_beats_defaults(shell: Shell, server: FaultServer):
     shell.write("in.jsonl", prompts(1))
     (shell.root / "deep/er").mkdir(parents=True)
-    shell.write("batchrun.toml", f'base-url = "{server.url}"\nmodel = "file"\nmax-tokens = 11\ntemperature = 0.25\n'.encode())
+    shell.write(
+        "batchrun.toml", f'base-url = "{server.url}"\nmodel = "file"\nmax-tokens = 11\ntemperature = 0.25\n'.encode()
+    )
     first = shell.run("submit", "../../in.jsonl", "--job", "f", cwd=shell.root / "deep/er")
     if first.code == 2:  # the spelling of keys is not told: underscores then
         text = (shell.root / "batchrun.toml").read_text().replace("base-url", "base_url").replace("max-t", "max_t")
@@ -181,7 +189,9 @@ def test_flags_beat_environment_beats_file_beats_defaults(shell: Shell, server: 
     first.told(0)
     shell.run("submit", "in.jsonl", "--job", "e", env={"BATCHRUN_MODEL": "env"}).told(0)
     shell.run("submit", "in.jsonl", "--job", "g", "--model", "flag", env={"BATCHRUN_MODEL": "env"}).told(0)
-    shell.run("submit", "in.jsonl", "--job", "h", env={"BATCHRUN_MAX_TOKENS": "7", "BATCHRUN_BASE_URL": server.url}).told(0)
+    shell.run(
+        "submit", "in.jsonl", "--job", "h", env={"BATCHRUN_MAX_TOKENS": "7", "BATCHRUN_BASE_URL": server.url}
+    ).told(0)
     sent = [request.json for request in server.requests]
     assert [body["model"] for body in sent] == ["file", "env", "flag", "file"]
     assert [body.get("max_tokens", body.get("max_completion_tokens")) for body in sent] == [11, 11, 11, 7]
@@ -257,8 +267,9 @@ def test_help_version_and_an_unknown_command_answer_without_a_job(shell: Shell):
         assert command in top
     told = shell.run("submit", "--help").told(0).out.decode()
     wanted = """provider base-url endpoint mode api-key-env api-key-file model system template max-tokens temperature
-        param batch-tokens batch-rows batch-bytes max-concurrency concurrency rpm tpm max-attempts timeout budget price-in
-        price-out price-cached-in price-cache-write deadline patience max-failures limit job skip-invalid on-doubt grace
+        param batch-tokens batch-rows batch-bytes max-concurrency concurrency rpm tpm max-attempts timeout budget
+        price-in price-out price-cached-in price-cache-write deadline patience max-failures limit job
+        skip-invalid on-doubt grace
         retry-failed progress no-progress quiet verbose json log-format config"""
     assert [name for name in wanted.split() if f"--{name}" not in told] == []
     assert "--api-key " not in told

@@ -249,6 +249,6 @@ def test_a_view_works_while_a_transaction_is_open(store: Store, job: Path) -> No
         db.execute("INSERT INTO priority VALUES (1, 5)")
         view = View(job)
         assert view.settled(up_to_line=1) == (1, 0)
-        assert view.priorities() == []
+        assert not view.has_priorities()
         view.close()
-    assert store.priorities() == [5]
+    assert store.has_priorities()

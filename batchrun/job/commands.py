@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
+import errno
+import os
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from batchrun.config import CONTENT, Settings, overlay
 from batchrun.errors import BatchrunError, Exit
 from batchrun.job.access import key_for, preset_for, shaper_for
 from batchrun.job.locate import job_directory
-from batchrun.job.pinning import open_any, pin, readable
+from batchrun.job.pinning import SPOOL, open_any, pin, readable
 from batchrun.job.running import Outcome, Run
 from batchrun.job.settings import from_json
 from batchrun.records import BadRow
 from batchrun.report.tally import Tally
 from batchrun.run.progress import Console
 from batchrun.run.source import scan
-from batchrun.run.store import JobLock, Store, View, make_private_dir
+from batchrun.run.store import DATABASE, JobLock, Store, View, is_job, make_private_dir
 
 __all__ = ["CheckResult", "check", "resume", "submit"]
 
@@ -52,25 +53,40 @@ def check(input_path: str, settings: Settings, environ: Mapping[str, str]) -> Ch
 def submit(
     input_path: str, settings: Settings, given: frozenset[str], environ: Mapping[str, str], console: Console
 ) -> Outcome:
-    """Starts the job of an input, or continues it. ``given``: the names of the settings that were set now."""
+    """Starts the job of an input, or continues it. ``given``: the names of the settings that flags set now."""
     started = time.monotonic()
     job = job_directory(input_path, settings)
     if input_path != "-":
-        with readable(input_path):
-            Path(input_path).open("rb").close()
-    if (job / "state.db").exists():
-        with contextlib.closing(View(job)) as view:
-            kept = view.get("settings")
-        if kept is not None:
-            remembered = from_json(kept)
-            for name in sorted(given & CONTENT):
-                if getattr(remembered, name) != getattr(settings, name):
-                    raise BatchrunError(
-                        f"--{name.replace('_', '-')} differs from what this job was made with",
-                        hint="requests of one job are made alike: start another with --job DIR",
-                    )
-            settings = overlay(remembered, settings, given | {"limit"})
+        _check_readable(Path(input_path))
+    remembered = _remembered(job)
+    if remembered is not None:
+        for name in sorted(given & CONTENT):
+            if getattr(remembered, name) != getattr(settings, name):
+                raise BatchrunError(
+                    f"--{name.replace('_', '-')} differs from what this job was made with",
+                    hint="requests of one job are made alike: start another with --job DIR",
+                )
+        settings = overlay(remembered, settings, given | {"limit"})
     return _run(job, settings, environ, console, started, input_path=input_path)
+
+
+def _check_readable(path: Path) -> None:
+    """Says at once that an input cannot be read; a pipe is not opened for that, its writer would notice."""
+    with readable(path):
+        path.stat()
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if not os.access(path, os.R_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+
+def _remembered(job: Path) -> Settings | None:
+    """Returns the settings of a job that has sent something; None where there is none: then all is still open."""
+    if not is_job(job):
+        return None
+    with contextlib.closing(View(job)) as view:
+        kept = view.get("settings") if view.get("runs") else None
+    return None if kept is None else from_json(kept)
 
 
 def resume(
@@ -78,13 +94,12 @@ def resume(
 ) -> Outcome:
     """Continues a stopped job with what it remembers; what is given now wins."""
     started = time.monotonic()
-    with contextlib.closing(View(job)) as view:
-        kept = view.get("settings")
-    if kept is None:
+    remembered = _remembered(job)
+    if remembered is None:
         raise BatchrunError(
             f"the job at {job} never began", hint="run `batchrun submit INPUT` again", exit_code=Exit.INPUT
         )
-    return _run(job, overlay(from_json(kept), settings, given), environ, console, started, input_path=None)
+    return _run(job, overlay(remembered, settings, given), environ, console, started, input_path=None)
 
 
 def _run(
@@ -103,33 +118,58 @@ def _run(
         )
     preset = preset_for(settings, environ)
     key = key_for(preset, settings, environ)
-    fresh = not job.exists()
+    if settings.provider is None and settings.base_url is None:
+        settings = replace(settings, provider=preset.name)  # a resume must not depend on which keys are set then
+    shaper = shaper_for(preset, settings)
+    tally = Tally()
+    with _opened(job, tally) as store:
+        pin(store, job, input_path, shaper, settings, console)
+        return Run(job, store, tally, preset, key, shaper, settings, console, started).outcome()
+
+
+@contextlib.contextmanager
+def _opened(job: Path, tally: Tally) -> Iterator[Store]:
+    """Opens a job, made if need be, as its only run. One that was made here and never began leaves no trace.
+
+    Raises: BatchrunError: the directory is not ours to use (2), or another run holds it (75).
+    """
+    made = _make(job)
+    lock = JobLock(job)
+    lock.acquire()
+    try:
+        with contextlib.closing(Store(job, tally)) as store:
+            try:
+                yield store
+            except BatchrunError:
+                made = made and not store.get("runs")
+                raise
+            else:
+                made = False
+    finally:
+        if made:
+            for name in (DATABASE, f"{DATABASE}-wal", f"{DATABASE}-shm", SPOOL, "lock"):
+                (job / name).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # somebody put something there
+                job.rmdir()
+        lock.release()
+
+
+def _make(job: Path) -> bool:
+    """Makes the job directory unless it is there. Returns whether it was made. Raises: BatchrunError(2)."""
     if not job.parent.is_dir():
         raise BatchrunError(f"there is no directory {job.parent}", hint="make it first, or choose another --job DIR")
     try:
         make_private_dir(job)
+    except FileExistsError:
+        if not job.is_dir():
+            raise BatchrunError(f"{job} is a file", hint="choose another place with --job DIR") from None
+        if any(job.iterdir()) and not (is_job(job) or (job / "lock").exists()):
+            raise BatchrunError(
+                f"{job} holds other things and no job", hint="choose an empty or new directory with --job DIR"
+            ) from None
+        return False
     except OSError as error:
         raise BatchrunError(
-            f"cannot make the job directory {job}: {error.strerror}",
-            hint="choose another place with --job DIR",
+            f"cannot make the job directory {job}: {error.strerror}", hint="choose another place with --job DIR"
         ) from None
-    lock = JobLock(job)
-    lock.acquire()
-    try:
-        tally = Tally()
-        store = Store(job, tally)
-        try:
-            shaper = shaper_for(preset, settings)
-            try:
-                pin(store, job, input_path, shaper, settings, console)
-            except BatchrunError:
-                fresh = fresh or store.get("source") is None
-                raise
-            fresh = False
-            return Run(job, store, tally, preset, key, shaper, settings, console, started).outcome()
-        finally:
-            store.close()
-            if fresh:  # nothing was sent or kept: leave no trace of a job that never began
-                shutil.rmtree(job, ignore_errors=True)
-    finally:
-        lock.release()
+    return True

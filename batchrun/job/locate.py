@@ -7,6 +7,7 @@ from pathlib import Path
 
 from batchrun.config import Settings
 from batchrun.errors import BatchrunError
+from batchrun.run.store import DATABASE, is_job
 
 __all__ = ["SUFFIX", "job_directory", "locate"]
 
@@ -29,17 +30,17 @@ def job_directory(input_path: str, settings: Settings) -> Path:
 def locate(argument: str | None, settings: Settings, *, cwd: Path) -> Path:
     """Returns an existing job directory: JOB's (a directory, or an input's path), or the latest one in ``cwd``."""
     if argument is None and settings.job is None:
-        jobs = [path.parent for path in cwd.glob(f"*{SUFFIX}/state.db")]
+        jobs = [path.parent for path in cwd.glob(f"*{SUFFIX}/{DATABASE}")]
         if not jobs:
             raise BatchrunError("there is no job here", hint="name one, or start one with `batchrun submit INPUT`")
         return max(jobs, key=_modified)
     path = settings.job if argument is None or settings.job is not None else Path(argument)
     assert path is not None  # noqa: S101 - one of the two is given
     for candidate in (path, job_directory(str(path), replace(settings, job=None))):
-        if (candidate / "state.db").exists():
+        if is_job(candidate):
             return candidate
     raise BatchrunError(f"there is no job at {path}", hint="start one with `batchrun submit INPUT`")
 
 
 def _modified(job: Path) -> float:
-    return max(path.stat().st_mtime for path in job.glob("state.db*"))
+    return max(path.stat().st_mtime for path in job.glob(f"{DATABASE}*"))

@@ -23,7 +23,7 @@ from batchrun.run.progress import Console
 from batchrun.run.source import Indexer, input_as_json, scan
 from batchrun.run.store import Store, View, private_file, rename
 
-__all__ = ["input_of", "open_any", "pin", "readable"]
+__all__ = ["SPOOL", "input_of", "open_any", "pin", "readable"]
 
 SPOOL = "input.jsonl"
 """The copy, in the job directory, of an input that cannot be read twice by offset."""
@@ -75,10 +75,6 @@ def pin(store: Store, job: Path, input_path: str | None, shaper: Shaper, setting
     source = store.get("source")
     if input_path is not None:
         path = Path(input_path)
-    elif source is None:
-        raise BatchrunError(
-            f"the job at {job} never began", hint="run `batchrun submit INPUT` again", exit_code=Exit.INPUT
-        )
     else:
         path = _found(job, source["path"])
         if source["spooled"] and not path.is_file():
@@ -86,7 +82,9 @@ def pin(store: Store, job: Path, input_path: str | None, shaper: Shaper, setting
     with readable(path):
         found = path.stat()
     stamp = {"size": found.st_size, "mtime_ns": found.st_mtime_ns, "inode": found.st_ino}
-    if source is not None and {name: source.get(name) for name in stamp} == stamp:
+    if source is not None and {name: source.get(name) for name in stamp} == stamp and store.get("runs"):
+        if source["path"] != str(path.absolute()):  # moved, or named another way
+            store.put(source=source | {"path": str(path.absolute())})
         return
     about = {"path": str(path.absolute()), "spooled": not is_plain(path), **stamp}
     with readable(path), open_input(path) as stream:
@@ -127,11 +125,10 @@ class _Index:
     def take(self, stream: BinaryIO, source: dict[str, Any], before_commit: Callable[[], None] = lambda: None) -> None:
         """Scans a stream and keeps its index. Raises: BatchrunError(65) if it is invalid or not what it was."""
         store, settings = self._store, self._settings
-        known = store if store.get("source") is not None else None
+        known = store if store.get("source") is not None and store.get("runs") else None
         with store.transaction() as db:
-            if known is None:
-                db.execute("DELETE FROM chunk")
-                db.execute("DELETE FROM priority")
+            if known is None:  # nothing was ever sent: what an earlier start left may have been made otherwise
+                store.clear(db)
             indexer = Indexer(known, lambda chunk: store.add_chunk(db, chunk))
             refused = _Refused(store, db)
 
@@ -144,9 +141,10 @@ class _Index:
                 elif shaped is not None and settings.skip_invalid:
                     refused.add(shaped, input_as_json(line) if isinstance(line, Line) else b"null")
 
-            def on_repeat(bad: BadRow) -> None:
+            def on_repeat(bad: BadRow, offset: int) -> None:
                 if settings.skip_invalid and bad.line > indexer.known_lines:
-                    refused.add(bad, b"null")
+                    stream.seek(offset)
+                    refused.add(bad, input_as_json(Line(bad.line, offset, stream.readline().rstrip(b"\n"))))
 
             found = scan(stream, self._shaper, on_line, on_repeat)
             indexer.finish(found.lines)

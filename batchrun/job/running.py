@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import random
 import time
 from dataclasses import dataclass
@@ -136,13 +137,15 @@ class Run:
 
     def _reopen_failed(self) -> None:
         at = time.time()
-        reopened: list[Operation] = [
-            Reopened(line, kind, bool(is_unsent), at)
-            for line, kind, is_unsent in self.store.failed_lines()
-            if kind != "invalid" and line <= self.last_line
-        ]
-        self.store.apply(reopened)
-        self.console.notice(f"{len(reopened):,} failed rows are asked again")
+        count = 0
+        failed = self.store.failed_rows(self.last_line)
+        while piece := list(itertools.islice(failed, 1_000)):
+            reopened = [
+                Reopened(line, kind, bool(is_unsent), at) for line, kind, is_unsent in piece if kind != "invalid"
+            ]
+            self.store.apply(reopened)
+            count += len(reopened)
+        self.console.notice(f"{count:,} failed rows are asked again")
 
     def _settle_doubts(self) -> None:
         """Names the rows whose send was under way when the last run died, and does with them as told."""
@@ -195,6 +198,8 @@ class Run:
 
         worst = worst_price(self.prices, calibration) if settings.budget_usd is not None else None
 
+        succeeded, failed = self.store.settled(self.last_line)
+
         async def run() -> Stop | None:
             transport = (
                 SimTransport(settings.sim)
@@ -212,8 +217,8 @@ class Run:
                 calibration=calibration,
                 counters=Counters(
                     total=self.total,
-                    succeeded=tally.succeeded,
-                    failed=tally.failed,
+                    succeeded=succeeded,
+                    failed=failed,
                     sent=tally.sent,
                     retried=tally.retried,
                     refused=tally.refused,
@@ -226,6 +231,7 @@ class Run:
                 grace_s=settings.grace_s,
                 batch_tokens=settings.batch_tokens,
                 budget_usd=settings.budget_usd,
+                deadline_at=flow.deadline_at,
                 secret=self.key,
             )
             try:
@@ -270,7 +276,7 @@ class Run:
     # ------------------------------------------------------------ the end
 
     def _finish(self, stop: Stop | None, error: BatchrunError | None, *, run: int | None) -> Outcome:
-        doubts = [intent.custom_id for intent in self.store.intents(open_only=True)]
+        doubts = self.store.intents(open_only=True)
         state, reason, exit_code = self._ending(stop, error)
         if run is not None:
             ended = {"state": state, "reason": reason, "exit_code": int(exit_code)}
@@ -278,9 +284,9 @@ class Run:
                 elapsed = time.monotonic() - self.started
                 self.store.apply([RunEnded(run, time.time(), elapsed, state, reason, int(exit_code))])
                 self.store.put(ended=ended)
-        elif self.store.get("ended") is None:
+        else:
             self.store.put(ended={"state": state, "reason": reason, "exit_code": int(exit_code)})
-        standing = stand(self.job, self.store, self.tally, state, reason, int(exit_code), doubts, Decimal(0))
+        standing = stand(self.job, self.store, state, reason, int(exit_code), doubts)
         if not self.left_at_once:
             with contextlib.suppress(OSError) if error is not None else contextlib.nullcontext():
                 project(self.job, self.store, self.tally, standing)

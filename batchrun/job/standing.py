@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from decimal import Decimal
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
@@ -10,7 +11,7 @@ from typing import Any, BinaryIO, Literal
 from batchrun.report import metrics
 from batchrun.report.metrics import JobStanding
 from batchrun.report.tally import Tally
-from batchrun.run.store import JobLock, View, replace_file
+from batchrun.run.store import Intent, JobLock, View, replace_file
 
 __all__ = ["project", "report", "stand", "status", "write_results"]
 
@@ -19,14 +20,14 @@ def status(job: Path) -> dict[str, Any]:
     """Returns the summary of a job, also while it runs."""
     with contextlib.closing(View(job)) as view:
         tally = _tally(view)
-        return metrics.summary(tally, _standing(job, view, tally))
+        return metrics.summary(tally, _standing(job, view))
 
 
 def report(job: Path) -> dict[str, Any]:
     """Returns the whole report of a job, also while it runs."""
     with contextlib.closing(View(job)) as view:
         tally = _tally(view)
-        return metrics.report(tally, _standing(job, view, tally))
+        return metrics.report(tally, _standing(job, view))
 
 
 def write_results(job: Path, which: Literal["succeeded", "failed", "all"], out: BinaryIO) -> None:
@@ -49,9 +50,8 @@ def _tally(view: View) -> Tally:
     return tally
 
 
-def _standing(job: Path, view: View, tally: Tally) -> JobStanding:
+def _standing(job: Path, view: View) -> JobStanding:
     """Returns how a job stands as another process sees it."""
-    open_intents = view.intents(open_only=True)
     ended = view.get("ended")
     running = JobLock(job).is_held_elsewhere()
     if running:
@@ -60,23 +60,25 @@ def _standing(job: Path, view: View, tally: Tally) -> JobStanding:
         state, reason, exit_code = "interrupted", "the last run died", None
     else:
         state, reason, exit_code = ended["state"], ended["reason"], ended["exit_code"]
-    doubts = [] if running else [intent.custom_id for intent in open_intents]
-    reserved = sum((intent.reserved_usd for intent in open_intents), Decimal(0))
-    return stand(job, view, tally, state, reason, exit_code, doubts, reserved)
+    open_intents = view.intents(open_only=True)
+    return stand(job, view, state, reason, exit_code, open_intents, running=running)
 
 
 def stand(
     job: Path,
     view: View,
-    tally: Tally,
     state: str,
     reason: str,
     exit_code: int | None,
-    doubts: list[str],
-    reserved: Decimal,
+    open_intents: Sequence[Intent],
+    *,
+    running: bool = False,
 ) -> JobStanding:
-    """Returns how a job stands with what only its caller knows: the state, and which rows are in doubt."""
-    total = view.rows(view.get("last_line"))
+    """Returns how a job stands with what only its caller knows: the state, and whether open intents are in flight."""
+    last_line = view.get("last_line")
+    total = view.rows(last_line)
+    succeeded, failed = view.settled(last_line) if last_line is not None else (0, 0)
+    doubts = [] if running else [intent.custom_id for intent in open_intents]
     source, settings = view.get("source") or {}, view.get("settings") or {}
     budget = settings.get("budget_usd")
     return JobStanding(
@@ -86,11 +88,13 @@ def stand(
         reason=reason,
         exit_code=exit_code,
         total=total,
-        pending=max(0, total - tally.succeeded - tally.failed - len(doubts)),
+        succeeded=succeeded,
+        failed=failed,
+        pending=max(0, total - succeeded - failed - len(doubts)),
         results=str(job / "results.jsonl"),
         errors=str(job / "errors.jsonl"),
         in_doubt_ids=doubts,
-        reserved_usd=reserved,
+        reserved_usd=sum((intent.reserved_usd for intent in open_intents), Decimal(0)),
         budget_usd=None if budget is None else Decimal(budget),
     )
 

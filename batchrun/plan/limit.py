@@ -33,6 +33,8 @@ RECENT = 40
 FIRST_STEP, LAST_STEP = 0.01, 0.25
 FIRST_STEP_UNKNOWN = 0.08
 """While the kind of limit is not known, it is sought faster."""
+RETURNING_STEP = 6
+"""A climb that begins below the old window, because a return was cut, begins with steps of 8%."""
 CHECK_EVERY = 0.2
 """A climb by this share has to show for itself: 30% of it as throughput."""
 WORTH = 0.3
@@ -47,8 +49,9 @@ WORTH_TELLING = 0.1
 
 @dataclass(frozen=True, slots=True)
 class LimitChange:
-    """The window went from ``old`` to ``new``, and why."""
+    """The window went from ``old`` to ``new`` at ``at``, and why."""
 
+    at: float
     old: int
     new: int
     why: str
@@ -71,7 +74,7 @@ class _Cut:
 
 
 class Limit:
-    """The window and the pace of one scope. ``change`` is the last change, until its reader takes it away.
+    """The window and the pace of one scope. ``changes`` are those that nobody has read and cleared yet.
 
     Only refusals and measured throughput move it: timeouts and errors say nothing about a limit, and latency alone is
     no signal, because batching slows each call while the whole gains.
@@ -82,7 +85,7 @@ class Limit:
         self.sends = 0
         self.rtt_s = 0.0
         """Smoothed time from send to answer; 0.0 before the first."""
-        self.change: LimitChange | None = None
+        self.changes: list[LimitChange] = []
         self._ceiling = ceiling
         self._fixed = fixed is not None
         self._window = float(fixed if fixed is not None else min(START, ceiling))
@@ -172,6 +175,7 @@ class Limit:
     def restart(self, now: float) -> None:
         """The server is back after an outage: begin with a quarter of the window, double back to all of it."""
         if not self._fixed:
+            self._recent.clear()
             self._return_to = max(self._window, self._return_to)
             self._phase = "return"
             self._move(now, self._window / 4, "back after an outage")
@@ -186,7 +190,8 @@ class Limit:
     def _finish_cut(self, now: float, cut: _Cut) -> None:
         """The cohort is in: what was in service tells the kind of limit, and the caps follow from it."""
         self._cut = None
-        self._phase, self._step, self._base, self._trial, self._return_to = "climb", 0, None, None, 0.0
+        self._step = RETURNING_STEP if self._phase == "return" else 0
+        self._phase, self._base, self._trial, self._return_to = "climb", None, None, 0.0
         self._meetings.judge(cut.at, self.rtt_s, others=cut.others, admitted=cut.admitted, after=cut.after)
         let_in_s = self._let_in_s(cut)
         held = max(cut.admitted, self._window / 2)
@@ -210,7 +215,8 @@ class Limit:
         self._recent.clear()
         if len(times) < RECENT / 4 or times[-1] - times[0] < self.rtt_s or self.rtt_s == 0.0:
             return 0.0
-        return BELOW * (len(times) - 1) / (times[-1] - times[0])
+        counted = BELOW * (len(times) - 1) / (times[-1] - times[0])
+        return max(counted, cut.admitted / self.rtt_s / 2)  # what is in service came in within a round trip
 
     def _turn(self, now: float, rate: float) -> None:
         """Sets the pace; a late timer may catch up by a twentieth of a second."""
@@ -323,5 +329,5 @@ class Limit:
         self._window = min(float(self._ceiling), max(1.0, window))
         self._round = Round(now, self.rtt_s, self._window)
         if self.window != self._told and not (small and abs(self.window - self._told) < WORTH_TELLING * self._told):
-            self.change = LimitChange(self._told, self.window, why)
+            self.changes.append(LimitChange(now, self._told, self.window, why))
             self._told = self.window

@@ -83,7 +83,7 @@ class KnownQuota:
     def wait_s(self, now: float, units: float, most: float) -> float:
         """Returns the seconds until a call may go out: ``units`` are expected of it, ``most`` it may be charged."""
         wait = self.own.wait_s(now, units) if self.own else 0.0
-        return max(wait, self.told.wait_s(now, most * self._scale)) if self.told else wait
+        return max(wait, self.told.wait_s(now, self._needed(most))) if self.told else wait
 
     def take(self, now: float, units: float, most: float) -> float:
         """Charges a send; returns its mark: all that was sent up to and with it, for ``learn``."""
@@ -107,7 +107,11 @@ class KnownQuota:
 
     def exhausted(self, now: float, most: float) -> bool:
         """Says whether the server's bucket, as far as it is known, does not hold such a call."""
-        return self.told is not None and self.told.wait_s(now, most * self._scale) > 0.0
+        return self.told is not None and self.told.wait_s(now, self._needed(most)) > 0.0
+
+    def _needed(self, most: float) -> float:
+        """The server's bucket must hold all that this call may be charged, whatever calls are charged on average."""
+        return most * max(1.0, self._scale)
 
     def learn(self, now: float, quota: Quota, sent_at: float, mark: float) -> None:
         """Takes a reply's headers as the truth of the server's bucket at some moment between ``sent_at`` and now.

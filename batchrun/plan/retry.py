@@ -56,6 +56,7 @@ class RetryBudget:
     PER_SUCCESS = 0.1
     FLOOR = 10.0
     CEILING = 1_000.0
+    SHORTEST_WAIT_S = 0.1
     REFILL_S = 6.0
     """Below the floor one more is granted every so many seconds, so that nothing waits for ever."""
 
@@ -75,7 +76,7 @@ class RetryBudget:
         if self._level >= 1.0:
             self._level -= 1.0
             return 0.0
-        return (1.0 - self._level) * self.REFILL_S
+        return max(self.SHORTEST_WAIT_S, (1.0 - self._level) * self.REFILL_S)
 
 
 class Breaker:

@@ -192,7 +192,6 @@ class Schedule:
         self._budget.reserve(call.reserved_usd)
         flight = self._flights[call] = lane.flight(scope, call)
         scope.send(now, flight)
-        self._note_limit(now, scope)
         call.sends += 1
         call.sent_at = now
         return Send(call, scope.origin)
@@ -225,11 +224,8 @@ class Schedule:
         if result.quotas is not None:
             flight.scope.learn(now, result.quotas, call.sent_at, flight)
         if isinstance(result, Reply):
-            settlement = self._answered(now, call, flight, result, cost_usd)
-        else:
-            settlement = self._faulted(now, call, flight, result, cost_usd, adapted=adapted)
-        self._note_limit(now, flight.scope)
-        return settlement
+            return self._answered(now, call, flight, result, cost_usd)
+        return self._faulted(now, call, flight, result, cost_usd, adapted=adapted)
 
     def _answered(self, now: float, call: Call, flight: Flight, reply: Reply, cost_usd: Decimal | None) -> Settlement:
         lost_usd = self._budget.settle(call.reserved_usd, cost_usd)
@@ -302,14 +298,8 @@ class Schedule:
 
     def _server_works(self, now: float, call: Call, flight: Flight) -> None:
         """Takes an answer of any kind as a sign of life; one from before an outage does not end it."""
-        scope = flight.scope
-        scope.answered_at = now
-        if flight.probe:
-            scope.breaker.probed(now, succeeded=True)
-            scope.limit.restart(now)
+        if flight.scope.works(now, call.sent_at, flight):
             self._note(now, "breaker", "closed: a probe was answered")
-        elif scope.breaker.opened_at is None:
-            scope.breaker.succeeded(call.sent_at)
 
     def _after_fault(self, now: float, call: Call, fault: Fault) -> Settlement:
         """Decides over all rows of ``call``; queues what is asked again."""
@@ -386,7 +376,11 @@ class Schedule:
     def notes(self) -> list[Note]:
         """Returns what happened since it was asked last."""
         notes, self._notes = self._notes, []
-        return notes
+        for lane in self._lanes.values():
+            for scope in lane.scopes:
+                notes += [Note(change.at, "limit", str(change)) for change in scope.limit.changes]
+                scope.limit.changes.clear()
+        return sorted(notes, key=lambda note: note.at_now)
 
     # ------------------------------------------------------------ small parts
 
@@ -424,11 +418,6 @@ class Schedule:
                     return False
         self.drain(now, Stop("unreachable", Exit.UNREACHABLE, f"no answer for {patience_s:.0f} s"))
         return True
-
-    def _note_limit(self, now: float, scope: Scope) -> None:
-        if scope.limit.change is not None:
-            self._note(now, "limit", str(scope.limit.change))
-            scope.limit.change = None
 
     def _note(self, now: float, what: Literal["limit", "pause", "breaker", "stop", "notice"], text: str) -> None:
         self._notes.append(Note(now, what, text))

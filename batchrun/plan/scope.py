@@ -150,6 +150,17 @@ class Scope:
             self._spread(self.paused_until)
         return began and pause_s >= 1.0
 
+    def works(self, now: float, sent_at: float, flight: Flight) -> bool:
+        """Takes a sign of life; returns whether it closes the breaker."""
+        self.answered_at = now
+        if flight.probe:
+            self.breaker.probed(now, succeeded=True)
+            self.limit.restart(now)
+            self._spread(now)
+        elif self.breaker.opened_at is None:
+            self.breaker.succeeded(sent_at)
+        return flight.probe
+
     def failed(self, now: float, sent_at: float) -> bool:
         """Takes an error that says something about the server; returns whether it opens the breaker.
 

@@ -49,6 +49,9 @@ class Result:
     notes: list[Note] = field(default_factory=list)
     answered: Counter[int] = field(default_factory=Counter)
     """Second → calls answered in it; likewise ``sent`` and ``refusals``."""
+    used: Counter[int] = field(default_factory=Counter)
+    """Second → tokens of the calls answered in it; likewise ``used_input``, input tokens alone."""
+    used_input: Counter[int] = field(default_factory=Counter)
     sent: Counter[int] = field(default_factory=Counter)
     refusals: Counter[int] = field(default_factory=Counter)
     trace: str = ""
@@ -182,6 +185,8 @@ class _Run:
         result.failed += len(settlement.failed)
         if isinstance(answer, Reply):
             result.answered[second] += 1
+            result.used[second] += work.call.tokens + work.output_tokens
+            result.used_input[second] += work.call.tokens
             result.input_tokens += work.call.tokens
             result.output_tokens += work.output_tokens
             result.unpriced += cost_usd is None

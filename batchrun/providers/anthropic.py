@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from batchrun.providers.base import Reader, join, raw_items, raw_members, text_value
+from batchrun.providers.base import Reader, count, join, raw_items, raw_members, text_value
 from batchrun.providers.faults import Broken, as_dict
 from batchrun.records import Endpoint, Output, Row, Usage
 
@@ -53,14 +53,10 @@ def _wants_json(body: bytes) -> bool:
 def usage_of(doc: dict[str, Any]) -> Usage | None:
     """Returns the tokens of a reply: input_tokens stands beside cache reads and writes: all three add up."""
     usage = as_dict(doc.get("usage"))
-    given, out = _count(usage.get("input_tokens")), _count(usage.get("output_tokens"))
+    given, out = count(usage.get("input_tokens")), count(usage.get("output_tokens"))
     if given is None or out is None:
         return None
-    read = _count(usage.get("cache_read_input_tokens")) or 0
-    written = _count(usage.get("cache_creation_input_tokens")) or 0
-    thought = _count(as_dict(usage.get("output_tokens_details")).get("thinking_tokens")) or 0
+    read = count(usage.get("cache_read_input_tokens")) or 0
+    written = count(usage.get("cache_creation_input_tokens")) or 0
+    thought = count(as_dict(usage.get("output_tokens_details")).get("thinking_tokens")) or 0
     return Usage(given + read + written, out, read, written, thought)
-
-
-def _count(value: object) -> int | None:
-    return value if type(value) is int and value >= 0 else None

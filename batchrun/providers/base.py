@@ -24,6 +24,7 @@ __all__ = [
     "Provider",
     "Reader",
     "Secret",
+    "count",
     "join",
     "raw_items",
     "raw_members",
@@ -184,6 +185,11 @@ _ESCAPES = re.compile(
     rb"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(u[dD][89a-fA-F][0-9a-fA-F]{2})|.)",
     re.DOTALL,
 )
+
+
+def count(value: object) -> int | None:
+    """Returns a whole number of tokens that can be one: not negative, below 2^40; ``true`` and 1.0 are none."""
+    return value if type(value) is int and 0 <= value < 1 << 40 else None
 
 
 def load(content: bytes) -> tuple[bytes, Any]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import quote
 
-from batchrun.providers.base import Codec, Reader, join, raw_items, raw_members, text_value
+from batchrun.providers.base import Codec, Reader, count, join, raw_items, raw_members, text_value
 from batchrun.providers.faults import Broken, ErrorBody, as_dict
 from batchrun.records import Endpoint, Output, Row, Usage
 
@@ -76,16 +76,12 @@ def _wants_json(body: bytes) -> bool:
 def usage_of(doc: dict[str, Any]) -> Usage | None:
     """Returns the tokens of a reply: output = candidates + thoughts; tool-use prompts add to the input."""
     usage = as_dict(doc.get("usageMetadata"))
-    given = _count(usage.get("promptTokenCount"))
+    given = count(usage.get("promptTokenCount"))
     if given is None:
         return None
-    given += _count(usage.get("toolUsePromptTokenCount")) or 0
-    thought = _count(usage.get("thoughtsTokenCount")) or 0
+    given += count(usage.get("toolUsePromptTokenCount")) or 0
+    thought = count(usage.get("thoughtsTokenCount")) or 0
     # A count of nothing is left out by the server's JSON, so a missing one is 0 here.
-    out = (_count(usage.get("candidatesTokenCount")) or 0) + thought
-    cached = _count(usage.get("cachedContentTokenCount")) or 0
+    out = (count(usage.get("candidatesTokenCount")) or 0) + thought
+    cached = count(usage.get("cachedContentTokenCount")) or 0
     return Usage(given, out, min(cached, given), 0, thought)
-
-
-def _count(value: object) -> int | None:
-    return value if type(value) is int and value >= 0 else None

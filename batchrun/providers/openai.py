@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import orjson
 
-from batchrun.providers.base import Codec, Reader, Wire, join, raw_items, raw_members, text_value
+from batchrun.providers.base import Codec, Reader, Wire, count, join, raw_items, raw_members, text_value
 from batchrun.providers.faults import Broken, ErrorBody, as_dict, read_error
 from batchrun.records import Endpoint, Fault, HttpRequest, Output, Row, Usage
 
@@ -115,10 +115,15 @@ def read_chat(row: Row, doc: dict[str, Any], body: bytes, headers: Mapping[str, 
     return Output(
         values[0] if len(values) == 1 else join(values),
         body,
-        _finish(choices[0]),
+        "refusal" if _refuses(choices[0]["message"]) else _finish(choices[0]),
         usage,
         stated_cost(doc, body, headers),
     )
+
+
+def _refuses(message: dict[str, Any]) -> bool:
+    """Whether the model declined: it then says `stop`, as if it had answered."""
+    return bool(message.get("refusal")) and not message.get("content")
 
 
 def _chat_value(message: dict[str, Any], place: int, body: bytes, *, parse: bool) -> bytes:
@@ -226,7 +231,7 @@ def read_response(row: Row, doc: dict[str, Any], body: bytes, headers: Mapping[s
             raw = raw_items(raw_members(body)["output"])
             value = join([bytes(raw[at]) for at in calls])
     reason = as_dict(doc.get("incomplete_details")).get("reason") if status == "incomplete" else None
-    finish = reason or status
+    finish = reason or ("refusal" if refusal and not text else status)
     return Output(value, body, finish if isinstance(finish, str) else None, usage, stated_cost(doc, body, headers))
 
 
@@ -302,11 +307,8 @@ def usage_of(doc: dict[str, Any]) -> Usage | None:
 
 
 def _count(*values: object) -> int | None:
-    """Returns the first that is a whole number, not negative; ``true`` and 1.0 are none."""
-    for value in values:
-        if type(value) is int and value >= 0:
-            return value
-    return None
+    """Returns the first that is a count."""
+    return next((number for number in map(count, values) if number is not None), None)
 
 
 class _Costs(msgspec.Struct):
@@ -330,7 +332,7 @@ def stated_cost(doc: dict[str, Any], body: bytes, headers: Mapping[str, str]) ->
             costs = msgspec.json.decode(body, type=_Costed).usage
         except msgspec.ValidationError:
             return None  # Perplexity's is an object, another's may be prose
-        return None if costs.is_byok or not costs.cost.is_finite() or costs.cost < 0 else costs.cost
+        return None if costs.is_byok else _dollars(costs.cost)
     header = headers.get("x-litellm-response-cost")
     if header is None:
         return None
@@ -338,4 +340,10 @@ def stated_cost(doc: dict[str, Any], body: bytes, headers: Mapping[str, str]) ->
         cost = Decimal(header)
     except InvalidOperation:
         return None
-    return cost if cost.is_finite() and cost > 0 else None
+    return _dollars(cost) or None
+
+
+def _dollars(cost: Decimal) -> Decimal | None:
+    """Returns a cost that can be one: no server's nonsense may fill a file with its digits."""
+    sane = cost.is_finite() and cost >= 0 and -30 <= int(cost.as_tuple().exponent) and cost.adjusted() < 9
+    return cost if sane else None

@@ -43,6 +43,9 @@ class JobStanding:
     reserved_usd: Decimal = Decimal(0)
     """Worst case of what is in flight."""
     budget_usd: Decimal | None = None
+    succeeded: int | None = None
+    """Within ``total``, which a limit may narrow; None: as the fold knows it. So is ``failed``."""
+    failed: int | None = None
 
 
 def summary(tally: Tally, standing: JobStanding) -> dict[str, Any]:
@@ -57,8 +60,8 @@ def summary(tally: Tally, standing: JobStanding) -> dict[str, Any]:
         "exit_code": standing.exit_code,
         "rows": {
             "total": standing.total,
-            "succeeded": tally.succeeded,
-            "failed": tally.failed,
+            "succeeded": tally.succeeded if standing.succeeded is None else standing.succeeded,
+            "failed": tally.failed if standing.failed is None else standing.failed,
             "pending": standing.pending,
             "in_doubt": len(standing.in_doubt_ids),
         },

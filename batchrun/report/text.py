@@ -49,7 +49,7 @@ def final_summary(summary: Mapping[str, Any]) -> str:
     if latency["max"] is not None:
         time += f", latency p50 {seconds(latency['p50'])}, p99 {seconds(latency['p99'])}"
     lines = [
-        f"{sanitize(summary['state'], 20)}: {sanitize(summary['reason'] or 'nothing left to do', 200)}",
+        sanitize(f"{summary['state']}: {summary['reason']}" if summary["reason"] else summary["state"], 220),
         f"rows      {rows['total']:,}: {', '.join(counts)}",
         "requests  " + ", ".join(f"{requests[name]:,} {name}" for name in ("sent", "retried", "refused")),
         f"tokens    {tokens['input']:,} in ({tokens['cached']:,} cached), {tokens['output']:,} out",

@@ -33,13 +33,17 @@ from batchrun.records import (
     Operation,
     Prices,
     Reply,
+    Returned,
+    Row,
     Sampled,
     Sent,
+    Settled,
     Standing,
 )
 from batchrun.run import settle
 from batchrun.run.batching import Prepared
 from batchrun.run.progress import Console
+from batchrun.run.redact import Redactor
 from batchrun.run.source import RowReader, input_as_json
 from batchrun.run.store import Store
 
@@ -47,6 +51,9 @@ __all__ = ["Client", "Counters", "Engine"]
 
 _TICK_S = 0.2
 """Progress is refreshed this often."""
+
+_SAME_SIGNAL_S = 0.05
+"""A second signal sooner than this is the first one's echo."""
 
 _SAMPLE_S = 5.0
 """The report's timeline has a point this often."""
@@ -82,6 +89,23 @@ class Counters:
     cost_usd: Decimal
     cost_unknown_rows: int
 
+    def add(self, operation: Operation) -> None:
+        """Takes into account what has become durable."""
+        if isinstance(operation, Settled):
+            if operation.status == "succeeded":
+                self.succeeded += 1
+                self.cost_unknown_rows += operation.cost_usd is None
+            else:
+                self.failed += 1
+        elif isinstance(operation, Returned):
+            self.refused += operation.status is not None and operation.kind in ("rate_limited", "overloaded")
+        else:
+            return
+        if operation.cost_usd is not None:
+            self.cost_usd += operation.cost_usd
+        if operation.usage is not None:
+            self.tokens += operation.usage.input_tokens + operation.usage.output_tokens
+
 
 class Engine:
     """Runs the pending rows of one job to the end, or to a stop.
@@ -107,6 +131,7 @@ class Engine:
         grace_s: float,
         batch_tokens: int,
         budget_usd: Decimal | None,
+        deadline_at: float | None,
         secret: str | None,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
@@ -125,15 +150,18 @@ class Engine:
         self._grace_s = grace_s
         self._batch_tokens = batch_tokens
         self._budget_usd = budget_usd
-        self._secret = (secret or "").encode()
+        self._deadline_at = deadline_at
+        self._redactor = Redactor(secret)
         self._clock = clock
         self._wall = wall
-        self._parked: list[asyncio.Future[Call | None]] = []
+        self._parked: list[asyncio.Future[Call]] = []
         self._timer: asyncio.TimerHandle | None = None
         self._grace: asyncio.TimerHandle | None = None
         self._commits: set[asyncio.Future[None]] = set()
         self._uncommitted: list[Operation] = []
-        self._error: BatchrunError | None = None
+        self._error: Exception | None = None
+        self._signalled_at: float | None = None
+        self._deadline: asyncio.TimerHandle | None = None
         self.left_at_once = False
         self._rates = _Rates()
 
@@ -148,8 +176,11 @@ class Engine:
         self._rates.note(self._started, self._counters)
         self._sample_base = _copy(self._counters)
         self._store.start(loop)
-        for number in _SIGNALS:
+        heeded = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]  # not under nohup
+        for number in heeded:
             loop.add_signal_handler(number, self._on_signal, number)
+        if self._deadline_at is not None:
+            self._deadline = loop.call_later(max(0.0, self._deadline_at - self._started), self._on_deadline)
         try:
             async with anyio.create_task_group() as self._tasks:
                 self._tasks.start_soon(self._feed)
@@ -157,48 +188,54 @@ class Engine:
                 self._pump()
                 await self._finished.wait()
                 self._tasks.cancel_scope.cancel()
-        except BaseExceptionGroup as group:  # a defect: say what happened, not that something did
-            raise group.exceptions[0] from None
         finally:
-            for handle in (self._timer, self._grace):
+            for handle in (self._timer, self._grace, self._deadline):
                 if handle is not None:
                     handle.cancel()
-            for number in _SIGNALS:
-                loop.remove_signal_handler(number)
             with anyio.CancelScope(shield=True):
                 await self._client.aclose()
             self._keep([self._sample(), *self._notes()])
             self._store.stop()
             await asyncio.gather(*self._commits, return_exceptions=True)
+            await asyncio.sleep(0)  # their callbacks have counted
+            for number in heeded:
+                loop.remove_signal_handler(number)
             self._console.update(self._standing())
         if self._error is not None:
-            if self._error.exit_code == Exit.STORAGE:
+            if isinstance(self._error, BatchrunError) and self._error.exit_code == Exit.STORAGE:
                 self._store.salvage(self._uncommitted)
             raise self._error
         return self._schedule.stop
 
     def _on_signal(self, number: signal.Signals) -> None:
-        if self._schedule.stop is None:
-            in_flight = self._schedule.in_flight
-            self._console.warn(
-                f"{number.name}: sending nothing more; {in_flight} in flight may land for {self._grace_s:g} s"
-                " (again to leave at once)"
-            )
-            self._schedule.drain(self._clock(), Stop("interrupted", _SIGNALS[number], f"{number.name} received"))
-            self._pump()
-        else:
-            self._leave()
+        """The first signal drains, a later one leaves. At once it is the same one: wrappers double them."""
+        now = self._clock()
+        first, self._signalled_at = self._signalled_at is None, self._signalled_at or now
+        if not first:
+            if now - self._signalled_at >= _SAME_SIGNAL_S:
+                self.left_at_once = True
+                self._finished.set()
+            return
+        self._console.warn(
+            f"{number.name}: sending nothing more; {self._schedule.in_flight} in flight may land for"
+            f" {self._grace_s:g} s (again to leave at once)"
+        )
+        self._schedule.drain(now, Stop("interrupted", _SIGNALS[number], f"{number.name} received"))
+        self._pump()
 
-    def _leave(self) -> None:
-        """Stops waiting for what is in flight; those rows are in doubt, as their open intents say."""
-        self.left_at_once = True
-        self._finished.set()
+    def _on_deadline(self) -> None:
+        """The schedule sends nothing after it; what is still in flight then gets the grace and no more."""
+        self._schedule.drain(self._clock(), Stop("deadline", Exit.STOPPED, "the deadline has passed"))
+        self._pump()
 
     def _fail(self, error: BatchrunError) -> None:
         """Fail-stop: nothing more is sent; what is in flight may still land."""
+        self._break(error, error.exit_code)
+
+    def _break(self, error: Exception, exit_code: Exit = Exit.SOFTWARE) -> None:
         if self._error is None:
             self._error = error
-            self._schedule.drain(self._clock(), Stop("storage", error.exit_code, error.message))
+            self._schedule.drain(self._clock(), Stop("failed", exit_code, str(error)))
             self._pump()
 
     # ---------------------------------------------------------------- deciding and doing
@@ -225,7 +262,8 @@ class Engine:
             break
         if schedule.stop is not None:
             if self._grace is None:
-                self._grace = self._loop.call_later(self._grace_s, self._leave)
+                # What has not landed by then is in doubt, as its open intents say.
+                self._grace = self._loop.call_later(self._grace_s, self._finished.set)
         elif schedule.wants(now) > 0:
             self._hungry.set()
 
@@ -243,38 +281,55 @@ class Engine:
     async def _work(self, call: Call) -> None:
         """A worker: serves calls one after the other for as long as the run lasts."""
         while True:
-            await self._serve(call)
+            try:
+                await self._serve(call)
+            except Exception as error:  # noqa: BLE001 - a defect: what others have in flight has been paid for
+                self._break(error)
             place: asyncio.Future[Call] = self._loop.create_future()
-            self._parked.append(place)  # type: ignore[arg-type]
+            self._parked.append(place)
             self._pump()
             call = await place
 
     async def _serve(self, call: Call) -> None:
         request = self._provider.encode(call.rows)
-        at = self._wall()
-        intents = [
-            Sent(row.line, call.sends, call.attempts, call.reserved_usd if first else _ZERO, at, row.custom_id)
-            for first, row in zip((True, *(False for _ in call.rows)), call.rows, strict=False)
-        ]
+        if not await self._intend(call):
+            return
+        started = self._clock()
+        answer = await self._client.send(request, self._timeout_s)
+        try:
+            if isinstance(answer, Fault):
+                result: Reply | Fault = self._redactor.fault(answer)
+            else:
+                result = self._provider.decode(call.rows, self._redactor.response(answer))
+            adapted = isinstance(result, Fault) and self._provider.adapt(call.rows, result)
+            costs = self._costs(call, result)
+        except Exception:
+            unread = Fault("garbled", "batchrun could not read the reply", maybe_processed=True)
+            self._schedule.settle(self._clock(), call, unread)  # its intent stays open: the row is in doubt
+            raise
+        now = self._clock()
+        known = [cost for cost in costs.values() if cost is not None]
+        total = sum(known, _ZERO) if costs and len(known) == len(costs) else None
+        settlement = self._schedule.settle(now, call, result, cost_usd=total, adapted=adapted)
+        timing = settle.Timing(call, started, now, self._wall())
+        self._keep(self._operations(call, result, settlement, costs, timing))
+
+    async def _intend(self, call: Call) -> bool:
+        """Makes a call's intents durable. Returns whether it may be sent."""
+        at, reserved = self._wall(), call.reserved_usd
+        intents: list[Operation] = []
+        for row in call.rows:
+            intents.append(Sent(row.line, call.sends, call.attempts, reserved, at, row.custom_id))
+            reserved = _ZERO  # of a call, once
         try:
             await self._store.commit(intents)
         except BatchrunError as error:
             self._schedule.release(self._clock(), call)
             self._fail(error)
-            return
+            return False
         self._counters.sent += 1
         self._counters.retried += call.sends > 1
-        started = self._clock()
-        answer = await self._client.send(request, self._timeout_s)
-        result = answer if isinstance(answer, Fault) else self._provider.decode(call.rows, answer)
-        now = self._clock()
-        adapted = isinstance(result, Fault) and self._provider.adapt(call.rows, result)
-        costs = self._costs(call, result)
-        known = [cost for cost in costs.values() if cost is not None]
-        total = sum(known, _ZERO) if len(known) == len(costs) and costs else None
-        settlement = self._schedule.settle(now, call, result, cost_usd=total, adapted=adapted)
-        timing = settle.Timing(call, started, now, self._wall())
-        self._keep(self._operations(call, result, settlement, costs, timing))
+        return True
 
     # ---------------------------------------------------------------- keeping
 
@@ -304,43 +359,34 @@ class Engine:
         costs: Mapping[int, Decimal | None],
         timing: settle.Timing,
     ) -> list[Operation]:
-        counters = self._counters
+        """Returns what is to be kept of a call that ended: an operation for each of its rows."""
         operations: list[Operation] = []
-        secret = self._secret
+        lost = settlement.lost_usd  # of a call, once: its first row bears it
         if isinstance(result, Reply):
             for row in settlement.succeeded:
                 output = result.outputs[row.custom_id]
-                cost = costs[row.line]
-                operations.append(settle.succeeded(row, call, result, output, cost, timing, secret))
-                counters.succeeded += 1
-                if cost is None:
-                    counters.cost_unknown_rows += 1
-                else:
-                    counters.cost_usd += cost
-                if output.usage is not None:
-                    counters.tokens += output.usage.input_tokens + output.usage.output_tokens
+                operations.append(settle.succeeded(row, call, result, output, costs[row.line], lost, timing))
+                lost = _ZERO
         fault = settlement.fault
         if fault is None:
             return operations
-        if not fault.maybe_processed and fault.connected and fault.kind in ("rate_limited", "overloaded"):
-            counters.refused += 1
-        lost, cost = settlement.lost_usd, costs.get(call.rows[0].line)
-        if cost is not None:
-            counters.cost_usd += cost
+        cost = costs.get(call.rows[0].line) if isinstance(result, Fault) else None
         for row in settlement.failed:
-            line = input_as_json(self._reader.line(row.line))
-            operations.append(settle.failed(row, line, call, fault, cost, lost, timing, secret))
-            counters.failed += 1
-            lost, cost = _ZERO, None  # of a call, once
-        for waiting in (
-            *settlement.again,
-            *([Call(settlement.held, 0, 0, _ZERO)] if settlement.held else ()),
-        ):
-            counted = waiting if waiting.sends else call
-            for row in waiting.rows:
-                operations.append(settle.returned(row, counted, fault, cost, lost, timing, secret))
-                lost, cost = _ZERO, None
+            operations.append(settle.failed(row, self._input(row), call, fault, cost, lost, timing))
+            lost, cost = _ZERO, None
+        waiting = [(row, again) for again in settlement.again for row in again.rows]
+        for row, counted in waiting + [(row, call) for row in settlement.held]:
+            operations.append(settle.returned(row, counted, fault, cost, lost, timing))
+            lost, cost = _ZERO, None
         return operations
+
+    def _input(self, row: Row) -> bytes:
+        """Returns a row's input line as JSON; null, and the run stops, where the input is no longer what it was."""
+        try:
+            return input_as_json(self._reader.line(row.line))
+        except BatchrunError as error:
+            self._fail(error)
+            return b"null"
 
     def _keep(self, operations: list[Operation]) -> None:
         """Hands operations to the store without waiting: the next intent waits behind them."""
@@ -353,6 +399,9 @@ class Engine:
             if isinstance(error, BatchrunError):
                 self._uncommitted.extend(operations)
                 self._fail(error)
+            else:  # only what is durable is shown as done
+                for operation in operations:
+                    self._counters.add(operation)
 
         commit = self._store.commit(operations)
         self._commits.add(commit)
@@ -376,7 +425,7 @@ class Engine:
                     self._hungry = anyio.Event()
                     await self._hungry.wait()
                     continue
-                prepared = await anyio.to_thread.run_sync(next, self._batches, None)
+                prepared = await anyio.to_thread.run_sync(next, self._batches, None, abandon_on_cancel=True)
                 if prepared is None:
                     break
                 batch, now = prepared.batch, self._clock()
@@ -388,6 +437,8 @@ class Engine:
                 self._pump()
         except BatchrunError as error:
             self._fail(error)
+        except Exception as error:  # noqa: BLE001 - a defect: what is in flight has been paid for
+            self._break(error)
         self._schedule.close()
         self._pump()
 

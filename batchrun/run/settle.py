@@ -53,9 +53,9 @@ class Timing:
 
 
 def succeeded(
-    row: Row, call: Call, reply: Reply, output: Output, cost: Decimal | None, timing: Timing, secret: bytes
+    row: Row, call: Call, reply: Reply, output: Output, cost: Decimal | None, lost: Decimal, timing: Timing
 ) -> Settled:
-    """Returns the operation that settles an answered row. ``secret`` never appears in it."""
+    """Returns the operation that settles an answered row. ``lost``: what stays spent where its cost is unknown."""
     record = b"".join(
         (
             b'{"custom_id":',
@@ -73,7 +73,7 @@ def succeeded(
             b',"attempts":%d,"latency_s":' % call.sends,
             b"%.4f" % timing.service_s,
             b',"metadata":',
-            row.metadata or b"null",
+            (row.metadata or b"null").replace(b"\r", b" "),  # white space between its raw members
             b',"response":{"status_code":%d,"request_id":' % reply.status,
             orjson.dumps(reply.request_id),
             b',"body":',
@@ -85,7 +85,7 @@ def succeeded(
         line=row.line,
         custom_id=row.custom_id,
         status="succeeded",
-        record=redact(record, secret),
+        record=record,
         sends=call.sends,
         kind=None,
         code=None,
@@ -93,7 +93,7 @@ def succeeded(
         model=row.model,
         usage=output.usage,
         cost_usd=cost,
-        lost_usd=Decimal(0),
+        lost_usd=lost,
         estimated_tokens=call.tokens if len(call.rows) == 1 else row.tokens,
         finish_reason=output.finish_reason,
         empty=output.value in _EMPTY_VALUES,
@@ -146,7 +146,6 @@ def failed(
     cost: Decimal | None,
     lost: Decimal,
     timing: Timing,
-    secret: bytes,
 ) -> Settled:
     """Returns the operation that settles a row which was sent and given up. ``row_json`` is its input line."""
     record = _failure(row_json, row.custom_id, row.line, call.sends, fault.kind, fault.code, fault.detail, fault.status)
@@ -154,11 +153,11 @@ def failed(
         line=row.line,
         custom_id=row.custom_id,
         status="failed",
-        record=redact(record, secret),
+        record=record,
         sends=call.sends,
         kind=fault.kind,
         code=fault.code,
-        detail=redact_text(fault.detail, secret),
+        detail=fault.detail,
         model=row.model,
         usage=fault.usage,
         cost_usd=cost,
@@ -209,9 +208,7 @@ def unsent(
     )
 
 
-def returned(
-    row: Row, call: Call, fault: Fault, cost: Decimal | None, lost: Decimal, timing: Timing, secret: bytes
-) -> Returned:
+def returned(row: Row, call: Call, fault: Fault, cost: Decimal | None, lost: Decimal, timing: Timing) -> Returned:
     """Returns the operation of a send that ended without settling its row."""
     return Returned(
         line=row.line,
@@ -220,7 +217,7 @@ def returned(
         kind=fault.kind,
         code=fault.code,
         status=fault.status,
-        detail=redact_text(fault.detail, secret)[:_DETAIL],
+        detail=fault.detail[:_DETAIL],
         service_s=timing.service_s,
         usage=fault.usage,
         cost_usd=cost,
@@ -228,13 +225,3 @@ def returned(
         model=row.model,
         at=timing.at,
     )
-
-
-def redact(data: bytes, secret: bytes) -> bytes:
-    """Takes a key that a server echoed out of what is about to be written."""
-    return data.replace(secret, b"[redacted]") if secret and secret in data else data
-
-
-def redact_text(text: str, secret: bytes) -> str:
-    """The same for text."""
-    return text.replace(secret.decode("latin-1"), "[redacted]") if secret else text

@@ -6,11 +6,11 @@ import os
 import sqlite3
 import struct
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Literal
 
 import orjson
 
@@ -68,27 +68,28 @@ class _Ids:
         self._db = sqlite3.connect("")  # a private file, deleted with the connection
         self._db.execute("PRAGMA journal_mode=OFF")
         self._db.execute("PRAGMA synchronous=OFF")
-        self._db.execute("CREATE TABLE ids (line INTEGER PRIMARY KEY, hash INTEGER, id TEXT)")
-        self._pending: list[tuple[int, int, str]] = []
+        self._db.execute("CREATE TABLE ids (line INTEGER PRIMARY KEY, hash INTEGER, id TEXT, offset INTEGER)")
+        self._pending: list[tuple[int, int, str, int]] = []
 
-    def add(self, line: int, custom_id: str) -> None:
-        self._pending.append((line, hash(custom_id), custom_id))
+    def add(self, line: Line | OversizedLine, custom_id: str) -> None:
+        self._pending.append((line.number, hash(custom_id), custom_id, line.offset))
         if len(self._pending) >= 4096:
             self._flush()
 
     def _flush(self) -> None:
-        self._db.executemany("INSERT INTO ids VALUES (?,?,?)", self._pending)
+        self._db.executemany("INSERT INTO ids VALUES (?,?,?,?)", self._pending)
         self._pending.clear()
 
-    def repeated(self) -> Iterator[tuple[int, str, int]]:
-        """Yields (line, id, line that has it first) for every repetition."""
+    def repeated(self) -> Iterator[tuple[int, int, str, int]]:
+        """Yields (line, offset, id, line that has it first) for every repetition."""
         self._flush()
         self._db.execute("CREATE TABLE twice AS SELECT hash FROM ids GROUP BY hash HAVING count(*)>1")
         if self._db.execute("SELECT 1 FROM twice LIMIT 1").fetchone() is None:
             return
         query = (
-            "SELECT line, id, first FROM (SELECT line, id, min(line) OVER (PARTITION BY id) AS first FROM ids"
-            " WHERE hash IN (SELECT hash FROM twice)) WHERE line>first ORDER BY line"
+            "SELECT line, offset, id, first FROM"
+            " (SELECT line, offset, id, min(line) OVER (PARTITION BY id) AS first FROM ids"
+            "  WHERE hash IN (SELECT hash FROM twice)) WHERE line>first ORDER BY line"
         )
         yield from self._db.execute(query)
 
@@ -100,11 +101,12 @@ def scan(
     stream: BinaryIO,
     shaper: Shaper,
     on_line: Callable[[Line | OversizedLine, Row | BadRow | None], None] | None = None,
-    on_repeat: Callable[[BadRow], None] | None = None,
+    on_repeat: Callable[[BadRow, int], None] | None = None,
 ) -> Scan:
     """Reads every line once, in flat memory, and finds all that is wrong with the input.
 
-    ``on_line`` sees each line with what it is; ``on_repeat``, at the end, each line whose id an earlier one has.
+    ``on_line`` sees each line with what it is; ``on_repeat``, at the end, each line (and its
+    offset) whose id an earlier one has.
     """
     found = Scan()
     ids = _Ids()
@@ -117,13 +119,13 @@ def scan(
                 found.rows += 1
                 found.endpoints[shaped.endpoint] += 1
                 found.models[shaped.model] += 1
-                ids.add(shaped.line, shaped.custom_id)
+                ids.add(line, shaped.custom_id)
             elif shaped is not None:
                 found.rows += 1
                 found.note_bad(shaped)
             if on_line is not None:
                 on_line(line, shaped)
-        for number, custom_id, first in ids.repeated():
+        for number, offset, custom_id, first in ids.repeated():
             bad = BadRow(
                 number,
                 f"repeats custom_id `{custom_id}`, first seen on line {first}",
@@ -132,7 +134,7 @@ def scan(
             )
             found.note_bad(bad)
             if on_repeat is not None:
-                on_repeat(bad)
+                on_repeat(bad, offset)
     finally:
         ids.close()
     found.bad.sort(key=lambda b: b.line)
@@ -248,29 +250,23 @@ class RowReader:
 
     def pending(self) -> Iterator[list[Row]]:
         """Yields the rows without an outcome, a piece at a time: larger priority first, then input order."""
-        priorities = self._view.priorities()
-        for priority in [p for p in priorities if p > 0]:
-            yield from self._of_priority(priority)
+        prioritised = self._view.has_priorities()
+        yield from self._of_priority(1)
         for chunk in self._view.chunks():
             if chunk.first_line > self._up_to:
                 break
             last = min(chunk.first_line + chunk.lines - 1, self._up_to)
             skip = self._view.settled_in(chunk.first_line, last)
-            if len(skip) >= chunk.rows and last == chunk.first_line + chunk.lines - 1:
+            if len(skip) >= chunk.rows:
                 continue
-            if priorities:
+            if prioritised:
                 skip |= self._view.prioritised_in(chunk.first_line, last)
-            yield [self._shape(line) for line in self._lines(chunk, last) if line.number not in skip]
-        for priority in [p for p in priorities if p < 0]:
-            yield from self._of_priority(priority)
+            yield [self._shape(line) for line in self._lines(chunk, last, skip)]
+        yield from self._of_priority(-1)
 
-    def _of_priority(self, priority: int) -> Iterator[list[Row]]:
-        after = 0
-        while lines := self._view.lines_of_priority(priority, after, 64):
-            after = lines[-1]
-            wanted = [n for n in lines if n <= self._up_to and not self._view.is_settled(n)]
-            if wanted:
-                yield [self.row(number) for number in wanted]
+    def _of_priority(self, sign: Literal[1, -1]) -> Iterator[list[Row]]:
+        for lines in self._view.pending_of_priority(sign, self._up_to):
+            yield [self.row(number) for number in lines]
 
     def row(self, number: int) -> Row:
         """Returns the row on a line."""
@@ -292,16 +288,19 @@ class RowReader:
             raise _changed(number)
         return Line(number, offset, data)
 
-    def _lines(self, chunk: Chunk, last: int) -> Iterator[Line]:
-        data = os.pread(self._fd, chunk.size, chunk.offset)
+    def _lines(self, chunk: Chunk, last: int, skip: Container[int]) -> Iterator[Line]:
+        """Yields the rows of a chunk up to line ``last`` but for those in ``skip``, read at one go and verified."""
+        # An oversized line ends its chunk, and is bad: nobody asks for it.
+        data = os.pread(self._fd, min(chunk.size, _CHUNK_BYTES + MAX_LINE_BYTES), chunk.offset)
         at = 0
         for index in range(last - chunk.first_line + 1):
             length, kind, digest = _ENTRY.unpack_from(chunk.entries, index * 13)
-            if kind == _ROW:
+            number = chunk.first_line + index
+            if kind == _ROW and number not in skip:
                 piece = data[at : at + length]
                 if blake2b(piece, digest_size=8).digest() != digest:
-                    raise _changed(chunk.first_line + index)
-                yield Line(chunk.first_line + index, chunk.offset + at, piece)
+                    raise _changed(number)
+                yield Line(number, chunk.offset + at, piece)
             at += length + 1
 
     def _shape(self, line: Line) -> Row:

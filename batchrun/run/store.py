@@ -24,6 +24,7 @@ import os
 import queue
 import sqlite3
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
@@ -36,16 +37,20 @@ from batchrun.errors import BatchrunError, Exit
 from batchrun.records import Doubted, Fold, Operation, Reopened, Returned, Sent, Settled
 
 __all__ = [
+    "DATABASE",
     "Chunk",
     "Intent",
     "JobLock",
     "Store",
     "View",
+    "is_job",
     "make_private_dir",
     "private_file",
     "rename",
     "replace_file",
 ]
+
+DATABASE = "state.db"
 
 FORMAT = 1
 """Version of the tables; a job of another version is refused, never guessed at."""
@@ -56,6 +61,7 @@ CREATE TABLE chunk (
     first_line INTEGER PRIMARY KEY, offset INTEGER, size INTEGER, lines INTEGER, rows INTEGER, entries BLOB
 );
 CREATE TABLE priority (line INTEGER PRIMARY KEY, priority INTEGER);
+CREATE INDEX by_priority ON priority (priority DESC, line);
 CREATE TABLE send (
     line INTEGER PRIMARY KEY, custom_id TEXT, sends INTEGER, attempts INTEGER, open INTEGER, reserved TEXT
 );
@@ -64,6 +70,9 @@ CREATE TABLE record (line INTEGER PRIMARY KEY, data BLOB);
 """
 
 _CHUNK = "first_line,offset,size,lines,rows,entries"
+
+_LOOKED_AT_S = 0.3
+"""`status` holds the lock for an instant to see whether a run does; a run waits out that much."""
 
 _GROUP = 2_000
 """Most operations in one transaction: bounds the wait of the first of them."""
@@ -100,14 +109,20 @@ class Intent:
 
 
 def make_private_dir(path: Path) -> None:
-    """Creates ``path`` with mode 0700 whatever the umask; its parent must exist."""
-    path.mkdir(mode=0o700, exist_ok=True)
+    """Creates ``path`` with mode 0700 whatever the umask; its parent must exist. Raises: FileExistsError."""
+    path.mkdir(mode=0o700)
     path.chmod(0o700)
+
+
+def is_job(path: Path) -> bool:
+    """Whether a directory holds a job; one that was killed before its first commit is none yet."""
+    database = path / DATABASE
+    return database.exists() and database.stat().st_size > 0
 
 
 def private_file(path: Path) -> BinaryIO:
     """Opens ``path`` for writing from scratch, mode 0600 whatever the umask."""
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     os.fchmod(fd, 0o600)
     return os.fdopen(fd, "wb", buffering=1 << 20)
 
@@ -115,7 +130,7 @@ def private_file(path: Path) -> BinaryIO:
 @contextlib.contextmanager
 def replace_file(path: Path) -> Iterator[BinaryIO]:
     """Writes a file that appears whole or not at all: temp → fsync → rename → fsync of the directory."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.tmp")  # what a killed run left of it is written over
     try:
         with private_file(temporary) as out:
             yield out
@@ -153,17 +168,24 @@ class JobLock:
 
     def acquire(self) -> None:
         """Takes the lock at once. Raises: BatchrunError(75) if another run holds it."""
-        fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.pread(fd, 32, 0).decode("ascii", "replace").strip()
+        until = time.monotonic() + _LOOKED_AT_S
+        while True:
+            fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.fstat(fd).st_ino == self._path.stat().st_ino:
+                    break
+            except (BlockingIOError, FileNotFoundError):
+                if time.monotonic() > until:
+                    holder = os.pread(fd, 32, 0).decode("ascii", "replace").strip()
+                    os.close(fd)
+                    raise BatchrunError(
+                        f"another run holds this job (process {holder or 'unknown'})",
+                        hint="wait for it, or look at `batchrun status`; the lock goes with that process",
+                        exit_code=Exit.BUSY,
+                    ) from None
             os.close(fd)
-            raise BatchrunError(
-                f"another run holds this job (process {holder or 'unknown'})",
-                hint="wait for it, or look at `batchrun status`; the lock goes with that process",
-                exit_code=Exit.BUSY,
-            ) from None
+            time.sleep(0.02)
         os.ftruncate(fd, 0)
         os.pwrite(fd, str(os.getpid()).encode(), 0)
         self._fd = fd
@@ -197,6 +219,27 @@ def _storage_error(error: BaseException) -> BatchrunError:
     )
 
 
+def _no_job(directory: Path) -> BatchrunError:
+    return BatchrunError(f"there is no job at {directory}", hint="start one with `batchrun submit INPUT`")
+
+
+def _open_to_read(path: Path) -> sqlite3.Connection:
+    """Opens a database read-only. Where its directory cannot be written, as it is: nobody can be writing to it."""
+    where = path.absolute().as_uri()
+    for mode in ("mode=ro", "mode=ro&immutable=1"):
+        db = sqlite3.connect(f"{where}?{mode}", uri=True, check_same_thread=False)
+        try:
+            db.execute("PRAGMA busy_timeout=5000")
+            db.execute("SELECT count(*) FROM sqlite_master").fetchone()
+        except sqlite3.OperationalError:
+            db.close()
+            if mode != "mode=ro" or path.with_name(f"{path.name}-wal").exists():
+                raise
+        else:
+            return db
+    raise AssertionError("unreachable")
+
+
 # ---------------------------------------------------------------- reading
 
 
@@ -204,12 +247,13 @@ class View:
     """Read-only queries on a job, also while a run writes to it."""
 
     def __init__(self, directory: Path) -> None:
-        path = directory / "state.db"
+        path = directory / DATABASE
         if not path.exists():
-            raise BatchrunError(f"no job at {directory}", hint="start one with `batchrun submit INPUT`")
+            raise _no_job(directory)
         try:
-            self._db = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, check_same_thread=False)
-            self._db.execute("PRAGMA busy_timeout=5000")
+            self._db = _open_to_read(path)
+            if self._db.execute("SELECT 1 FROM sqlite_master WHERE name='job'").fetchone() is None:
+                raise _no_job(directory)  # killed before its first commit
             found = self.get("format")
         except sqlite3.Error as error:
             raise _storage_error(error) from error
@@ -281,14 +325,22 @@ class View:
         total, succeeded = self._db.execute(query, (up_to_line,)).fetchone()
         return succeeded, total - succeeded
 
-    def priorities(self) -> list[int]:
-        """Returns the priorities other than 0 that occur, largest first."""
-        return [p for (p,) in self._db.execute("SELECT DISTINCT priority FROM priority ORDER BY 1 DESC")]
+    def has_priorities(self) -> bool:
+        """Whether any row has a priority other than 0."""
+        return self._db.execute("SELECT 1 FROM priority LIMIT 1").fetchone() is not None
 
-    def lines_of_priority(self, priority: int, after: int, limit: int) -> list[int]:
-        """Returns up to ``limit`` lines of that priority beyond line ``after``, in input order."""
-        query = "SELECT line FROM priority WHERE priority=? AND line>? ORDER BY line LIMIT ?"
-        return [line for (line,) in self._db.execute(query, (priority, after, limit))]
+    def pending_of_priority(self, sign: Literal[1, -1], up_to_line: int) -> Iterator[list[int]]:
+        """Yields lines without an outcome whose priority is above (1) or below (-1) 0, the largest priority first."""
+        bound = "priority>0" if sign > 0 else "priority<0"
+        query = (
+            f"SELECT priority, line FROM priority WHERE {bound} AND (priority<? OR (priority=? AND line>?))"  # noqa: S608
+            " AND line<=? AND NOT EXISTS (SELECT 1 FROM outcome WHERE outcome.line=priority.line)"
+            " ORDER BY priority DESC, line LIMIT 256"
+        )
+        priority, line = 2**63 - 1, 0
+        while found := self._db.execute(query, (priority, priority, line, up_to_line)).fetchall():
+            priority, line = found[-1]
+            yield [number for _, number in found]
 
     def prioritised_in(self, first: int, last: int) -> set[int]:
         """Returns the lines from ``first`` to ``last`` whose priority is not 0."""
@@ -305,16 +357,26 @@ class View:
             for line, custom_id, sends, attempts, is_open, reserved in self._db.execute(query)
         ]
 
-    def failed_lines(self) -> Iterator[tuple[int, str, bool]]:
-        """Yields (line, kind, settled without a send) of the failed rows."""
-        yield from self._db.execute("SELECT line,kind,unsent FROM outcome WHERE status=0 ORDER BY line")
+    def failed_rows(self, up_to_line: int) -> Iterator[tuple[int, str, bool]]:
+        """Yields (line, kind, settled without a send) of the failed rows; they may be reopened meanwhile."""
+        query = "SELECT line,kind,unsent FROM outcome WHERE status=0 AND line>? AND line<=? ORDER BY line LIMIT 1000"
+        last = 0
+        while found := self._db.execute(query, (last, up_to_line)).fetchall():
+            last = found[-1][0]
+            yield from found
 
     def records(self, which: Literal["succeeded", "failed", "all"]) -> Iterator[bytes]:
         """Yields the finished lines of settled rows in input order, without newlines."""
-        where = {"succeeded": "WHERE status=1", "failed": "WHERE status=0", "all": ""}[which]
-        query = f"SELECT data FROM outcome JOIN record USING(line) {where} ORDER BY outcome.line"  # noqa: S608 - constants
-        for (data,) in self._db.execute(query):
-            yield data
+        where = {"succeeded": " AND status=1", "failed": " AND status=0", "all": ""}[which]
+        query = (
+            f"SELECT outcome.line, data FROM outcome JOIN record USING(line) WHERE outcome.line>?{where}"  # noqa: S608
+            " ORDER BY outcome.line LIMIT 256"
+        )
+        last = 0  # in pages: a reader that dawdles must not keep the writer's log from being folded back
+        while found := self._db.execute(query, (last,)).fetchall():
+            last = found[-1][0]
+            for _, data in found:
+                yield data
 
 
 # ---------------------------------------------------------------- writing
@@ -324,7 +386,7 @@ class Store(View):
     """The writer. Before ``start`` it is used from the thread that opened it; after it, only ``commit`` writes."""
 
     def __init__(self, directory: Path, fold: Fold) -> None:
-        self._path = path = directory / "state.db"
+        self._path = path = directory / DATABASE
         fresh = not path.exists()
         try:
             if fresh:
@@ -345,26 +407,34 @@ class Store(View):
             raise _storage_error(error) from error
         super().__init__(directory)
         self.fold = fold
-        kept = self.get("fold")
-        if kept is not None:
-            fold.load(kept)
+        self._empty = fold.dump()
+        self._load_fold()
         self._queue: queue.SimpleQueue[_Entry | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._failure: BatchrunError | None = None
 
+    def _load_fold(self) -> None:
+        kept = self.get("fold")
+        if kept is not None:
+            self.fold.load(kept)
+        self._kept = self._dumped = self.fold.dump()
+
     @contextlib.contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
-        """One durable transaction on the caller's thread. Raises: BatchrunError(74)."""
+        """One durable transaction on the caller's thread; the fold is taken back with it. Raises: BatchrunError(74)."""
         try:
             self._write.execute("BEGIN IMMEDIATE")
             try:
                 yield self._write
+                self._write.execute("COMMIT")
             except BaseException:
-                self._write.execute("ROLLBACK")
+                self.fold.load(self._kept)
+                if self._write.in_transaction:
+                    self._write.execute("ROLLBACK")
                 raise
-            self._write.execute("COMMIT")
-        except sqlite3.Error as error:
+        except (sqlite3.Error, OSError) as error:
             raise _storage_error(error) from error
+        self._kept = self._dumped
 
     def put(self, **values: Any) -> None:  # noqa: ANN401 - JSON
         """Keeps JSON values, durably."""
@@ -380,6 +450,12 @@ class Store(View):
         """Adds a chunk to the index as part of a transaction."""
         values = (chunk.first_line, chunk.offset, chunk.size, chunk.lines, chunk.rows, chunk.entries)
         db.execute("INSERT INTO chunk VALUES (?,?,?,?,?,?)", values)
+
+    def clear(self, db: sqlite3.Connection) -> None:
+        """Forgets all rows, as part of a transaction: for a job of which nothing was ever sent."""
+        for table in ("chunk", "priority", "send", "outcome", "record"):
+            db.execute(f"DELETE FROM {table}")  # noqa: S608 - constants
+        self.fold.load(self._empty)
 
     def apply(self, operations: Sequence[Operation]) -> None:
         """Commits operations on the caller's thread; only while the writer does not run."""
@@ -422,10 +498,8 @@ class Store(View):
             self._write.close()
             self._write = sqlite3.connect(self._path, isolation_level=None)
             self._write.execute("PRAGMA synchronous=FULL")
-            kept = self.get("fold")
-            if kept is not None:
-                self.fold.load(kept)
-            self.apply([operation for operation in operations if isinstance(operation, Settled)])
+            self._load_fold()  # a commit that failed may have become durable all the same
+            self.apply([o for o in operations if isinstance(o, Settled) and not self.is_settled(o.line)])
         except (BatchrunError, sqlite3.Error):
             return False
         return True
@@ -480,7 +554,7 @@ class Store(View):
                 returned[operation.line] = operation
                 sent.pop(operation.line, None)
             elif isinstance(operation, Doubted):
-                db.execute("UPDATE send SET open=0, reserved='0' WHERE line=?", (operation.line,))
+                db.execute("UPDATE send SET open=0, reserved='0', attempts=attempts+1 WHERE line=?", (operation.line,))
             elif isinstance(operation, Reopened):
                 db.execute("DELETE FROM outcome WHERE line=?", (operation.line,))
                 db.execute("DELETE FROM record WHERE line=?", (operation.line,))
@@ -519,7 +593,8 @@ class Store(View):
                 " reserved=excluded.reserved, custom_id=excluded.custom_id",
                 [(o.line, o.custom_id, o.send, o.attempt, str(o.reserved_usd)) for o in sent.values()],
             )
-        db.execute("INSERT OR REPLACE INTO job VALUES ('fold',?)", (orjson.dumps(self.fold.dump()),))
+        self._dumped = self.fold.dump()
+        db.execute("INSERT OR REPLACE INTO job VALUES ('fold',?)", (orjson.dumps(self._dumped),))
 
 
 _Entry = tuple[Sequence[Operation], "asyncio.Future[None]"]

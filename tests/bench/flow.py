@@ -20,7 +20,7 @@ from decimal import Decimal
 from math import exp, inf
 from pathlib import Path
 
-from batchrun.plan.schedule import Done, Flow, Idle, Note, Send, Settlement, Sleep, Step
+from batchrun.plan.schedule import Flow, Idle, Note, Send, Settlement, Sleep, Step
 from batchrun.plan.simulate import Outage, Result, ServerModel, Work, simulate
 from batchrun.records import Call, Fault, Reply, Row
 
@@ -167,12 +167,23 @@ def reached_after(result: Result, capacity: float, start: int, end: int, share: 
     return inf
 
 
+def goodput(case: Case, result: Result, start: float) -> float:
+    """The share of the capacity that was used from ``start`` on; of a token quota, in the tokens that it charges."""
+    model = case.model
+    if model.tokens_per_s is None:
+        return per_s(result.answered, start, case.end_s) / case.capacity
+    if not model.counts_max_tokens:
+        return per_s(result.used, start, case.end_s) / model.tokens_per_s
+    outputs = per_s(result.answered, start, case.end_s) * 512
+    return (per_s(result.used_input, start, case.end_s) + outputs) / model.tokens_per_s
+
+
 def measure(case: Case, seed: int) -> dict[str, float]:
     """All figures of one run."""
     result = run(case, seed)
     steady = STEADY_S if case.group not in ("step",) else 280
     found = {
-        "goodput": per_s(result.answered, steady, case.end_s) / case.capacity,
+        "goodput": goodput(case, result, steady),
         "refused": per_s(result.refusals, steady, case.end_s) / max(1e-9, per_s(result.sent, steady, case.end_s)),
         "sends": result.sends / max(1, result.succeeded),
         "cold": reached_after(result, case.capacity, 0, case.end_s),
@@ -191,7 +202,7 @@ def measure(case: Case, seed: int) -> dict[str, float]:
 def compare(case: Case, seed: int) -> dict[str, float]:
     result = simulate(case.flow, case.model, workload(seed), seed=seed, until_s=case.end_s, decider=FixedConcurrency)
     return {
-        "goodput": per_s(result.answered, STEADY_S, case.end_s) / case.capacity,
+        "goodput": goodput(case, result, STEADY_S),
         "refused": per_s(result.refusals, STEADY_S, case.end_s) / max(1e-9, per_s(result.sent, STEADY_S, case.end_s)),
         "sends": result.sends / max(1, result.succeeded),
     }

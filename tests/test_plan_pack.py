@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+import random
+from math import ceil
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batchrun.plan.pack import PackBudget, Packer
+from batchrun.records import Batch, Row
+from tests.planning import row
+
+SIZES = st.lists(st.tuples(st.integers(0, 60), st.integers(2, 40)), max_size=200)
+BUDGETS = st.builds(PackBudget, st.integers(1, 100), st.integers(1, 12), st.integers(2, 120))
+
+
+def pack(packer: Packer, rows: list[tuple[Row, int]]) -> list[Batch]:
+    batches = []
+    for each, tokens in rows:
+        packer.add(each, tokens)
+        while (batch := packer.pack()) is not None:
+            batches.append(batch)
+    return [*batches, *packer.flush()]
+
+
+def sized(sizes: list[tuple[int, int]]) -> list[tuple[Row, int]]:
+    return [(row(line, size=size), tokens) for line, (tokens, size) in enumerate(sizes, 1)]
+
+
+@settings(max_examples=300, deadline=None)
+@given(SIZES, BUDGETS, st.integers(1, 64))
+def test_every_row_is_in_exactly_one_batch_and_no_budget_is_passed(
+    sizes: list[tuple[int, int]], budget: PackBudget, look_ahead: int
+) -> None:
+    batches = pack(Packer(budget, look_ahead), sized(sizes))
+    assert sorted(each.line for batch in batches for each in batch.rows) == list(range(1, len(sizes) + 1))
+    assert [batch.id for batch in batches] == list(range(1, len(batches) + 1))
+    for batch in batches:
+        assert batch.tokens == sum(sizes[each.line - 1][0] for each in batch.rows)
+        assert batch.bytes == sum(sizes[each.line - 1][1] for each in batch.rows)
+        assert len(batch.rows) <= budget.rows
+        if len(batch.rows) > 1:
+            assert batch.tokens <= budget.tokens
+            assert batch.bytes <= budget.bytes
+        assert [each.line for each in batch.rows] == sorted(each.line for each in batch.rows)
+
+
+@settings(max_examples=100, deadline=None)
+@given(SIZES, BUDGETS, st.integers(1, 64))
+def test_the_oldest_row_always_seeds_the_next_batch(
+    sizes: list[tuple[int, int]], budget: PackBudget, look_ahead: int
+) -> None:
+    waiting = set(range(1, len(sizes) + 1))
+    for batch in pack(Packer(budget, look_ahead), sized(sizes)):
+        lines = {each.line for each in batch.rows}
+        assert min(waiting) in lines
+        waiting -= lines
+
+
+@settings(max_examples=50, deadline=None)
+@given(SIZES, BUDGETS)
+def test_the_same_input_gives_the_same_batches(sizes: list[tuple[int, int]], budget: PackBudget) -> None:
+    assert pack(Packer(budget), sized(sizes)) == pack(Packer(budget), sized(sizes))
+
+
+def test_a_row_over_the_budget_travels_alone() -> None:
+    batches = pack(Packer(PackBudget(100, 9, 10**6)), sized([(40, 2), (101, 2), (60, 2), (30, 2)]))
+    assert [[each.line for each in batch.rows] for batch in batches] == [[1, 3], [2], [4]]
+    assert [batch.tokens > 100 for batch in batches] == [False, True, False]
+
+
+def test_the_end_of_a_batch_is_chosen_exactly() -> None:
+    """In order 60, 50, 30, 25, 10 would need three batches of 100; 60 + 30 + 10 fills one."""
+    batches = pack(Packer(PackBudget(100, 9, 10**6)), sized([(60, 2), (50, 2), (30, 2), (25, 2), (10, 2)]))
+    assert [batch.tokens for batch in batches] == [100, 75]
+
+
+def test_bytes_are_chosen_exactly_where_they_are_scarcer() -> None:
+    batches = pack(Packer(PackBudget(10**6, 9, 100)), sized([(1, 60), (1, 50), (1, 30), (1, 25), (1, 10)]))
+    assert [batch.bytes for batch in batches] == [100, 75]
+
+
+def test_groups_do_not_mix_and_the_one_open_for_longest_is_flushed_when_there_are_too_many() -> None:
+    packer = Packer(PackBudget(100, 9, 10**6), max_groups=2)
+    for line, model in enumerate("aabbc", 1):
+        packer.add(row(line, model=model), 10)
+    early = packer.pack()
+    assert early is not None
+    assert (early.key, [each.line for each in early.rows]) == (("chat", "a"), [1, 2])
+    assert packer.pack() is None
+    assert [batch.key for batch in packer.flush()] == [("chat", "b"), ("chat", "c")]
+
+
+def test_a_group_flushed_at_once_for_its_own_successor_leaves_nothing_behind() -> None:
+    packer = Packer(PackBudget(100, 9, 10**6), max_groups=1)
+    packer.add(row(1, model="a"), 10)
+    packer.add(row(2, model="b"), 10)
+    packer.add(row(3, model="a"), 10)
+    assert [[each.line for each in batch.rows] for batch in packer.flush()] == [[1], [2], [3]]
+
+
+def test_what_rows_must_share_is_an_argument() -> None:
+    packer = Packer(PackBudget(100, 9, 10**6), key=lambda each: ("chat", each.model, str(each.max_output)))
+    packer.add(row(1, max_output=10), 10)
+    packer.add(row(2, max_output=20), 10)
+    assert [batch.key for batch in packer.flush()] == [("chat", "m", "10"), ("chat", "m", "20")]
+
+
+def test_a_batch_comes_as_soon_as_its_look_ahead_is_there() -> None:
+    packer, first = Packer(PackBudget(1_000, 64, 10**6), look_ahead=16), 0
+    for line in range(1, 200):
+        packer.add(row(line), 100)
+        if packer.pack() is not None:
+            first = line
+            break
+    assert first <= 26
+
+
+@pytest.mark.parametrize(
+    ("budget", "excess"), [(PackBudget(8_192, 64, 10**9), 0.015), (PackBudget(300_000, 2_048, 10**9), 0.02)]
+)
+def test_few_batches_more_than_the_lower_bound(budget: PackBudget, excess: float) -> None:
+    rng = random.Random(1)
+    sizes = [(min(8_192, int(rng.lognormvariate(6.8, 0.6))), 2) for _ in range(6_000)]
+    bound = ceil(sum(tokens for tokens, _ in sizes) / budget.tokens)
+    assert len(pack(Packer(budget), sized(sizes))) <= ceil(bound * (1 + excess))
