@@ -51,10 +51,10 @@ def test_spent_and_reserved_never_pass_the_cap(history: list[tuple[Decimal, str,
             budget.reserve(worst)
             out.append((worst, end, share))
         if len(out) > 3:
-            worst, end, share = out.pop(0)
-            if end == "free":
-                budget.release(worst)
+            oldest, how, part = out.pop(0)
+            if how == "free":
+                budget.release(oldest)
             else:
-                budget.settle(worst, None if end == "lost" else worst * Decimal(share))
+                budget.settle(oldest, None if how == "lost" else oldest * Decimal(part))
         assert budget.spent_usd + budget.reserved_usd <= 20
         assert budget.reserved_usd == sum((worst for worst, _, _ in out), Decimal(0))

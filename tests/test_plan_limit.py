@@ -267,6 +267,15 @@ def test_a_climb_that_gains_nothing_is_taken_back() -> None:
     assert lab.limit.window <= 80
 
 
+def test_a_climb_that_gains_goes_on_past_its_check() -> None:
+    """One refusal by chance, at 128 of a server that could do twice that."""
+    refuse = iter([False] * 300 + [True] + [False] * 10**6)
+    lab = Lab(lambda serving: None if next(refuse) else 1.0)
+    lab.run(120)
+    assert lab.limit.window == 256
+    assert not any("no gain" in line for line in lab.why())
+
+
 def test_less_is_kept_where_it_gains() -> None:
     """A server that thrashes beyond 40: from 64 the way leads down."""
     lab = Lab(lambda serving: 0.5 * max(1.0, (serving + 1) / 40) ** 2.5, ceiling=60)

@@ -86,6 +86,18 @@ def test_remaining_is_corrected_by_what_the_server_has_not_seen() -> None:
     assert sendable(quota, 0.2) == 1  # 10 remaining − 9 on their way
 
 
+def test_what_the_server_did_not_take_is_given_back() -> None:
+    quota = KnownQuota(0.0, 60)
+    mark = quota.take(0.0, 1.0, 1.0)
+    quota.learn(0.0, Quota(60, 1, 59.0), 0.0, mark)
+    quota.take(5.0, 1.0, 1.0)
+    quota.take(5.0, 1.0, 1.0)
+    assert quota.wait_s(5.0, 1.0, 1.0) > 0.0
+    for _ in range(2):
+        quota.give_back(5.0, 1.0, 1.0)
+    assert quota.wait_s(5.0, 1.0, 1.0) == 0.0
+
+
 def test_another_user_of_the_same_key_is_noticed() -> None:
     quota = KnownQuota(0.0, None)
     mark = quota.take(0.0, 1.0, 1.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TextIO
 
@@ -116,7 +117,10 @@ class Bar:
 
 
 class Unbreakable:
-    """A stream whose failure is nobody's trouble: after the first failed write it swallows everything."""
+    """A stream whose failure is nobody's trouble: after the first failed write it swallows everything.
+
+    What a pipe has no room for is dropped: a reader that dawdles must not hold up requests in flight.
+    """
 
     def __init__(self, stream: TextIO | None) -> None:
         self._stream = stream
@@ -128,7 +132,8 @@ class Unbreakable:
 
     def write(self, text: str) -> int:
         """Writes, or drops what cannot be written."""
-        self._try(lambda stream: stream.write(text))
+        if self._has_room():
+            self._try(lambda stream: stream.write(text))
         return len(text)
 
     def flush(self) -> None:
@@ -148,6 +153,12 @@ class Unbreakable:
     def moves(self, environ: Mapping[str, str]) -> bool:
         """Returns whether it is a terminal that can draw over itself."""
         return self.isatty() and environ.get("TERM", "").lower() not in {"dumb", "unknown"}
+
+    def _has_room(self) -> bool:
+        try:
+            return bool(select.select((), (self,), (), 0)[1])
+        except (OSError, ValueError):  # no descriptor, or one that select does not know: it will not block
+            return True
 
     def _try(self, use: Callable[[TextIO], object]) -> object:
         if self._stream is None:

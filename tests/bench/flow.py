@@ -44,6 +44,9 @@ def workload(seed: int) -> Iterator[Work]:
         yield Work(Call((row,), 0, tokens, NOTHING), output, NOTHING, size=0.4 + 0.6 * output / 175)
 
 
+ANY = Flow()
+
+
 @dataclass(frozen=True)
 class Case:
     """A server model, what the client is told, and what the server could do at best."""
@@ -53,7 +56,7 @@ class Case:
     capacity: float
     """Calls per second."""
     group: str = "steady"
-    flow: Flow = Flow()
+    flow: Flow = ANY
     end_s: int = END_S
 
 
@@ -181,7 +184,7 @@ def goodput(case: Case, result: Result, start: float) -> float:
 def measure(case: Case, seed: int) -> dict[str, float]:
     """All figures of one run."""
     result = run(case, seed)
-    steady = STEADY_S if case.group not in ("step",) else 280
+    steady = STEADY_S if case.group != "step" else 280
     found = {
         "goodput": goodput(case, result, steady),
         "refused": per_s(result.refusals, steady, case.end_s) / max(1e-9, per_s(result.sent, steady, case.end_s)),
