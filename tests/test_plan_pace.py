@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchrun.plan.pace import Expectation, KnownQuota, Pace
+from batchrun.plan.pace import Expectation, KnownQuota, Mark, Pace, even_pace
 from batchrun.records import Quota
 
 
@@ -29,13 +29,13 @@ def over(quota: KnownQuota, start: float, end: float, units: float = 1.0) -> int
 
 
 def test_what_the_user_set_is_spread_evenly_at_98_percent() -> None:
-    quota = KnownQuota(0.0, 200)
+    quota = KnownQuota(0.0, even_pace(0.0, 200))
     assert sendable(quota, 0.0) == 1
     assert over(quota, 0.0, 600.0) == pytest.approx(0.98 * 2_000, abs=2)
 
 
 def test_no_minute_holds_more_than_was_set() -> None:
-    quota, times, now = KnownQuota(0.0, 60), [], 0.0
+    quota, times, now = KnownQuota(0.0, even_pace(0.0, 60)), [], 0.0
     while now < 600:
         now += max(quota.wait_s(now, 1.0, 1.0), 0.001)
         if quota.wait_s(now, 1.0, 1.0) == 0.0:
@@ -77,7 +77,16 @@ def test_a_full_bucket_that_the_headers_tell_of_is_emptied_and_never_overdrawn()
     assert over(quota, 0.5, 60.5) == pytest.approx(0.98 * 200, abs=3)
 
 
-def test_remaining_is_corrected_by_what_the_server_has_not_seen() -> None:
+def test_what_was_sent_just_before_may_have_arrived_after() -> None:
+    quota = KnownQuota(0.0, None)
+    for _ in range(5):
+        quota.take(1.0, 1.0, 1.0)
+    mark = quota.take(1.15, 1.0, 1.0)
+    quota.learn(1.2, Quota(60, 10, 50.0), 1.15, mark)
+    assert sendable(quota, 1.2) == 5  # the five may be on their way yet
+
+
+def test_remaining_is_corrected_by_what_the_server_may_not_have_seen() -> None:
     quota = KnownQuota(0.0, None)
     first = quota.take(0.0, 1.0, 1.0)
     for _ in range(9):
@@ -87,7 +96,7 @@ def test_remaining_is_corrected_by_what_the_server_has_not_seen() -> None:
 
 
 def test_what_the_server_did_not_take_is_given_back() -> None:
-    quota = KnownQuota(0.0, 60)
+    quota = KnownQuota(0.0, even_pace(0.0, 60))
     mark = quota.take(0.0, 1.0, 1.0)
     quota.learn(0.0, Quota(60, 1, 59.0), 0.0, mark)
     quota.take(5.0, 1.0, 1.0)
@@ -118,14 +127,14 @@ def test_a_quota_of_a_day_refills_as_slowly_as_its_reset_says() -> None:
 @pytest.mark.parametrize("limit", [None, 0, -1])
 def test_a_limit_that_is_none_is_ignored(limit: int | None) -> None:
     quota = KnownQuota(0.0, None)
-    quota.learn(0.0, Quota(limit, 0, 1.0), 0.0, 0.0)
+    quota.learn(0.0, Quota(limit, 0, 1.0), 0.0, Mark(0.0, 0.0))
     assert quota.told is None
     assert not quota.exhausted(0.0, 1.0)
 
 
 def test_a_limit_without_remaining_sets_the_rate_alone() -> None:
     quota = KnownQuota(0.0, None)
-    quota.learn(0.0, Quota(60), 0.0, 0.0)
+    quota.learn(0.0, Quota(60), 0.0, Mark(0.0, 0.0))
     assert sendable(quota, 0.0) == 60
     assert quota.exhausted(0.0, 1.0)
     assert quota.wait_s(0.0, 1.0, 1.0) == pytest.approx(1 / 0.98)
@@ -198,7 +207,7 @@ def test_what_never_ends_well_is_not_sampled() -> None:
 
 @given(st.lists(st.tuples(st.floats(0, 5), st.floats(0, 50)), max_size=60), st.integers(60, 6_000))
 def test_never_more_goes_out_than_rate_and_burst_allow(steps: list[tuple[float, float]], per_minute: int) -> None:
-    quota, now, sent, largest = KnownQuota(0.0, per_minute), 0.0, 0.0, 0.0
+    quota, now, sent, largest = KnownQuota(0.0, even_pace(0.0, per_minute)), 0.0, 0.0, 0.0
     for pause_s, units in steps:
         now += pause_s
         if quota.wait_s(now, units, units) == 0.0:

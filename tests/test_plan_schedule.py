@@ -10,7 +10,7 @@ import pytest
 from batchrun.errors import BatchrunError, Exit
 from batchrun.plan.schedule import Done, Flow, Idle, Schedule, Sleep, Stop
 from batchrun.records import Fault, Quota, Quotas, Usage
-from tests.planning import BROKEN, BUSY, UNREACHABLE, WORST, Play, call, fault, reply, row
+from tests.planning import BROKEN, BUSY, UNREACHABLE, WORST, Play, call, fault, reply
 
 # ---------------------------------------------------------------- slots, order, priority
 
@@ -138,8 +138,7 @@ def test_an_always_failing_row_is_sent_exactly_max_attempts_times() -> None:
     play.schedule.close()
     ends = []
     while not play.done:
-        for each in list(play.out):
-            ends.append(play.end(each, BROKEN))
+        ends += play.end_all(BROKEN)
         play.wait(1)
     assert len(play.sends) == 5
     assert [len(end.failed) for end in ends] == [0, 0, 0, 0, 1]
@@ -426,8 +425,6 @@ def test_the_run_stops_when_more_rows_have_failed_than_may() -> None:
         play.end(play.out[0], fault("rejected"))
         play.step()
         assert (play.schedule.stop.reason if play.schedule.stop else None) == expected
-        if expected is None:
-            play.out[-1:] = play.out[-1:]
     assert play.schedule.stop is not None
     assert play.schedule.stop.exit_code == Exit.STOPPED
 
@@ -662,6 +659,15 @@ def test_a_refusal_that_a_known_quota_explains_does_not_cut_the_window() -> None
     assert not any(why.startswith("limit") for why in play.why)
 
 
+def test_what_the_user_set_holds_for_all_models_of_an_endpoint_together() -> None:
+    play = Play(Flow(rpm=60, max_concurrency=64))
+    play.offer(*(call(line, model="ab"[line % 2]) for line in range(200)))
+    while play.now < 120:
+        play.wait(1)
+        play.end_all()
+    assert len(play.sends) == pytest.approx(0.98 * 120, abs=2)
+
+
 def test_tokens_are_settled_at_their_true_use() -> None:
     """600 tokens a minute; each call is expected to use 200 and uses 120: so 5 and not 3 a minute go out."""
     play = Play(Flow(tpm=600, max_concurrency=64))
@@ -695,14 +701,13 @@ def test_a_call_without_usage_or_limit_is_charged_as_expected() -> None:
     play.end(offered, replace(reply(offered), usage=None))
     play.end(two, Fault("garbled", "no JSON", 200, usage=Usage(1, 1), maybe_processed=True))
     play.end(embedding, replace(reply(embedding), usage=Usage(100, 0)))
-    assert len(play.schedule.wants(play.now).to_bytes(4, "big")) == 4
+    assert play.schedule.in_flight == 0
 
 
-def test_rows_know_nothing_of_what_is_wanted() -> None:
+def test_as_much_is_wanted_as_keeps_the_window_busy_and_no_more_than_fits() -> None:
     play = Play(Flow(concurrency=100))
     assert play.schedule.wants(0.0) == 48
     play.offer(*map(call, range(48)))
     assert play.schedule.wants(0.0) == 200 + 16 - 48
     play.offer(*map(call, range(48, 5_000)))
     assert play.schedule.wants(0.0) == 0
-    assert row(1).tokens == 100

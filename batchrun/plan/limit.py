@@ -40,7 +40,7 @@ CHECK_EVERY = 0.2
 WORTH = 0.3
 UP, DOWN = 1.25, 0.8
 RAISED = 0.05
-"""Less concurrency is kept where it raises throughput by this share."""
+"""More or less concurrency is kept where it raises throughput by this share."""
 REST_S, REST_GROWTH, LONGEST_REST_S = 20.0, 1.5, 600.0
 LONGEST_COOL_DOWN_S = 1.0
 WORTH_TELLING = 0.1
@@ -303,8 +303,7 @@ class Limit:
     def _try(self, now: float, shown: Throughput) -> None:
         """Rest: tries a quarter more and a fifth less in turn, and keeps what raises the throughput."""
         if self._trial is not None and self._base is not None:
-            worth = WORTH * (UP - 1.0) if self._trial == UP else RAISED
-            if shown.gain_over(self._base[1]) < worth:
+            if shown.gain_over(self._base[1]) < RAISED:
                 self._move(now, self._base[0], "no gain from " + ("more" if self._trial == UP else "less"))
                 self._rest_longer(now, DOWN if self._trial == UP else UP)
                 return

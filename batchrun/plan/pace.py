@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections import deque
+from typing import NamedTuple
 
 from batchrun.records import Quota
 
-__all__ = ["Expectation", "KnownQuota", "Pace", "Sample"]
+__all__ = ["Expectation", "KnownQuota", "Mark", "Pace", "Sample", "even_pace"]
 
 SHARE = 0.98
 """Of a known limit: the rest absorbs clock and rounding differences between the server and us."""
 MINUTE_S = 60.0
+OWN_BURST_S = 0.05
+"""A late timer may catch up by so much of a limit that the user set; no more, since no burst is known to be let in."""
+REORDERED_S = 0.1
+"""Calls sent within one to two times this may arrive in another order: they wait for a commit and a connection."""
 
 
 class Pace:
@@ -56,43 +61,61 @@ class Pace:
         self._level = min(burst, self._level)
 
 
+def even_pace(now: float, per_minute: int | None) -> Pace | None:
+    """Returns the pace of a limit that the user set, spread evenly; None where none is set."""
+    if per_minute is None:
+        return None
+    rate = SHARE * per_minute / MINUTE_S
+    return Pace(now, rate, max(1.0, rate * OWN_BURST_S))
+
+
+class Mark(NamedTuple):
+    """Where a call stands in all that was sent: up to and with it, and what the server saw no later than it."""
+
+    sent: float
+    surely_seen: float
+
+
 class KnownQuota:
     """One quota per minute: what the user set (``own``), and what the server's headers tell of its bucket (``told``).
 
-    The user's limit is spread evenly, with no burst beyond a twentieth of a second. The server's own bucket is used as
-    far as it is filled (a full one may be emptied at once) but never overdrawn.
+    The user's limit is spread evenly, and may be shared with other scopes. The server's own bucket is used as far as it
+    is filled (a full one may be emptied at once) but never overdrawn.
     """
 
-    __slots__ = ("_basis", "_least_scale", "_scale", "_sent", "own", "told")
+    __slots__ = ("_basis", "_before", "_before_last", "_group_at", "_least_scale", "_scale", "_sent", "own", "told")
 
-    OWN_BURST_S = 0.05
     LEARN_FROM = 0.05
     """Of the limit: so much must have been charged between two replies before they say how the server charges."""
 
-    def __init__(self, now: float, per_minute: int | None, *, least_scale: float = 1.0) -> None:
+    def __init__(self, now: float, own: Pace | None, *, least_scale: float = 1.0) -> None:
         self._sent = 0.0
+        self._group_at = now
+        self._before = self._before_last = 0.0
+        """All that was sent before this group of sends, and before the last."""
         self._least_scale = least_scale
         self._scale = 1.0
         self._basis: tuple[float, float, float] | None = None
         self.told: Pace | None = None
-        self.own: Pace | None = None
-        if per_minute is not None:
-            rate = SHARE * per_minute / MINUTE_S
-            self.own = Pace(now, rate, max(1.0, rate * self.OWN_BURST_S))
+        self.own = own
 
     def wait_s(self, now: float, units: float, most: float) -> float:
         """Returns the seconds until a call may go out: ``units`` are expected of it, ``most`` it may be charged."""
         wait = self.own.wait_s(now, units) if self.own else 0.0
         return max(wait, self.told.wait_s(now, self._needed(most))) if self.told else wait
 
-    def take(self, now: float, units: float, most: float) -> float:
-        """Charges a send; returns its mark: all that was sent up to and with it, for ``learn``."""
+    def take(self, now: float, units: float, most: float) -> Mark:
+        """Charges a send; returns its mark, for ``learn``."""
         if self.own:
             self.own.take(now, units)
         if self.told:
             self.told.take(now, most * self._scale)
+        age_s = now - self._group_at
+        if age_s > REORDERED_S:
+            self._before_last = self._before if age_s <= 2 * REORDERED_S else self._sent
+            self._group_at, self._before = now, self._sent
         self._sent += most
-        return self._sent
+        return Mark(self._sent, self._before_last + most)
 
     def give_back(self, now: float, units: float, most: float) -> None:
         """Undoes the charge of a call that the server did not take."""
@@ -113,11 +136,11 @@ class KnownQuota:
         """The server's bucket must hold all that this call may be charged, whatever calls are charged on average."""
         return most * max(1.0, self._scale)
 
-    def learn(self, now: float, quota: Quota, sent_at: float, mark: float) -> None:
+    def learn(self, now: float, quota: Quota, sent_at: float, mark: Mark) -> None:
         """Takes a reply's headers as the truth of the server's bucket at some moment between ``sent_at`` and now.
 
-        What was sent after ``mark`` may not be in ``remaining`` yet, so it is taken off; what has flowed in since is
-        at least nothing and at most the rate times the call's age.
+        What was sent after the call is not in ``remaining`` yet. Nor, perhaps, is what was sent just before it and may
+        have arrived later: that counts for the least that the bucket can hold. The most is with what flowed in since.
         """
         if quota.limit is None or quota.limit <= 0:
             return
@@ -131,9 +154,10 @@ class KnownQuota:
             self.told = Pace(now, SHARE * rate, burst)
         self.told.turn(now, SHARE * rate, burst)
         if quota.remaining is not None:
-            self._learn_scale(sent_at, remaining, rate, quota.limit, mark)
-            low = remaining - (self._sent - mark) * self._scale
-            self.told.between(now, low, low if first else low + rate * (now - sent_at))
+            self._learn_scale(sent_at, remaining, rate, quota.limit, mark.sent)
+            low = remaining - (self._sent - mark.surely_seen) * self._scale
+            high = remaining - (self._sent - mark.sent) * self._scale + rate * (now - sent_at)
+            self.told.between(now, low, low if first else max(low, high))
 
     def _learn_scale(self, at: float, remaining: float, rate: float, limit: int, mark: float) -> None:
         """Compares what the server took between two replies with what may have been charged at most.

@@ -17,7 +17,7 @@ from batchrun.errors import Exit
 from batchrun.plan.budget import Budget
 from batchrun.plan.limit import START
 from batchrun.plan.retry import back_off, judge
-from batchrun.plan.scope import Flight, Lane, Scope
+from batchrun.plan.scope import Flight, Lane, Origin, Scope
 from batchrun.plan.steps import Done, Flow, Idle, Note, Send, Settlement, Sleep, Step, Stop
 from batchrun.records import Call, Fault, Reply, Row
 
@@ -67,14 +67,12 @@ class Schedule:
     def __init__(
         self, flow: Flow, rng: random.Random, now: float, worst: Callable[[Call], Decimal] | None = None
     ) -> None:
-        """``worst`` prices a call anew just before its send: by then replies have shown how far estimates are off."""
         self._flow = flow
         self._rng = rng
         self._worst = worst
-        self._worst = worst
-        del now  # scopes begin with their first call
         self._budget = Budget(flow.budget_usd, flow.spent_usd)
         self._ceiling = flow.concurrency or flow.max_concurrency
+        self._origins = [Origin(flow, now, number) for number in range(flow.origins)]
         self._lanes: dict[str, Lane] = {}
         self._waiting: list[tuple[float, int, Call]] = []
         self._flights: dict[Call, Flight] = {}
@@ -106,7 +104,7 @@ class Schedule:
             call.ready_at = now
             model = call.rows[0].model
             if model not in self._lanes:
-                self._lanes[model] = Lane(self._flow, self._rng, now)
+                self._lanes[model] = Lane(self._flow, self._rng, now, self._origins)
             self._make_ready(call, fresh=True)
 
     def close(self) -> None:

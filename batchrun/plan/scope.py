@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from math import inf
 
 from batchrun.plan.limit import Limit
-from batchrun.plan.pace import Expectation, KnownQuota, Sample
+from batchrun.plan.pace import Expectation, KnownQuota, Mark, Sample, even_pace
 from batchrun.plan.retry import Breaker, RetryBudget
 from batchrun.plan.steps import Flow
 from batchrun.records import Call, Quotas
 
-__all__ = ["Flight", "Lane", "Scope"]
+__all__ = ["Flight", "Lane", "Origin", "Scope"]
 
 LONGEST_PAUSE_S = 300.0
 """A hint beyond this holds back its row, not everybody."""
 FIRST_WINDOW_S = 0.25
 """The very first window goes out over this time, so that a refusal can still spare the rest of it."""
+NOTHING_SENT = Mark(0.0, 0.0)
 UNLIMITED_OUTPUT = 1_024
 """Output tokens to expect, before anything is known, of a request that names no limit."""
 
@@ -37,24 +39,35 @@ class Flight:
         self.others = scope.limit.in_flight
         self.order = 0
         self.probe = False
-        self.request_mark = 0.0
-        self.token_mark = 0.0
+        self.request_mark = NOTHING_SENT
+        self.token_mark = NOTHING_SENT
         self.sample: Sample | None = None
+
+
+class Origin:
+    """One endpoint. What the user set holds for all that is sent to it, whatever the model."""
+
+    __slots__ = ("number", "requests", "tokens")
+
+    def __init__(self, flow: Flow, now: float, number: int) -> None:
+        self.number = number
+        self.requests = even_pace(now, flow.rpm)
+        self.tokens = even_pace(now, flow.tpm)
 
 
 class Scope:
     """What one model at one endpoint allows: its window, its paces, its pause and its breaker."""
 
     __slots__ = (
-        "_gap_s", "_gap_until", "_hinted", "_next_at", "_patience_s", "answered_at", "breaker", "limit", "origin", "pause_s",
-        "paused_until", "reason", "requests", "tokens",
+        "_gap_s", "_gap_until", "_hinted", "_next_at", "_patience_s", "answered_at", "breaker", "limit", "origin",
+        "pause_s", "paused_until", "reason", "requests", "tokens",
     )  # fmt: skip
 
-    def __init__(self, flow: Flow, rng: random.Random, now: float, origin: int) -> None:
-        self.origin = origin
+    def __init__(self, flow: Flow, rng: random.Random, now: float, origin: Origin) -> None:
+        self.origin = origin.number
         self.limit = Limit(now, flow.max_concurrency, flow.concurrency)
-        self.requests = KnownQuota(now, flow.rpm)
-        self.tokens = KnownQuota(now, flow.tpm, least_scale=0.02)
+        self.requests = KnownQuota(now, origin.requests)
+        self.tokens = KnownQuota(now, origin.tokens, least_scale=0.02)
         self.breaker = Breaker(rng)
         self.paused_until = now
         self.pause_s = 0.0
@@ -189,10 +202,10 @@ class Lane:
 
     __slots__ = ("_counts_max", "_measured", "expectation", "ready", "retries", "scopes")
 
-    def __init__(self, flow: Flow, rng: random.Random, now: float) -> None:
+    def __init__(self, flow: Flow, rng: random.Random, now: float, origins: Iterable[Origin]) -> None:
         self.ready: list[tuple[float, int, int, Call]] = []
         """A heap: the most urgent first, then in order."""
-        self.scopes = [Scope(flow, rng, now, origin) for origin in range(flow.origins)]
+        self.scopes = [Scope(flow, rng, now, origin) for origin in origins]
         self.retries = RetryBudget(now)
         self.expectation = Expectation()
         self._counts_max = flow.counts_max_tokens

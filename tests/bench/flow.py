@@ -68,6 +68,7 @@ def fixed(latency_s: float, in_flight: float, spread: float = 0.3) -> float:
 RATE50 = ServerModel(calls_per_s=50, burst_calls=10)
 SLOTS = ServerModel(in_flight=64, latency_s=1.2)
 VLLM = ServerModel(full_speed=96, batching=True, latency_s=2.0)
+DRIFT = tuple((120.0 + 10 * i, 0.5 + abs(15 - i) / 30) for i in range(31))
 REFUSED, HANGING, BROKEN = (Outage(200, 320, mode) for mode in ("refuse", "hang", "error"))
 
 CASES = [
@@ -76,7 +77,11 @@ CASES = [
     Case("50/s, burst of a minute", replace(RATE50, burst_calls=3000, latency_s=2.0), 50),
     Case("200/s, burst 40", ServerModel(calls_per_s=200, burst_calls=40, latency_s=0.8), 200),
     Case("5/s, burst 5", ServerModel(calls_per_s=5, burst_calls=5, latency_s=2.0), 5),
-    Case("30,000 tokens/s, burst 60,000", ServerModel(tokens_per_s=30_000, burst_tokens=60_000, latency_s=2.0), 30_000 / MEAN_TOKENS),
+    Case(
+        "30,000 tokens/s, burst 60,000",
+        ServerModel(tokens_per_s=30_000, burst_tokens=60_000, latency_s=2.0),
+        30_000 / MEAN_TOKENS,
+    ),
     Case("in-flight 8", ServerModel(in_flight=8, latency_s=1.5), fixed(1.54, 8)),
     Case("in-flight 24", ServerModel(in_flight=24, latency_s=0.5), fixed(0.54, 24)),
     Case("in-flight 64", SLOTS, fixed(1.24, 64)),
@@ -84,22 +89,51 @@ CASES = [
     Case("sharing, 64 at full speed", ServerModel(full_speed=64, latency_s=2.0), fixed(2.0, 64)),
     Case("vLLM-like batching", VLLM, fixed(2.0, 256 / (1 + 256 / 96)), "vllm"),
     Case("50/s, 2% are 500s", replace(RATE50, error_share=0.02), 49),
-    Case("50/s drifting by half and back", replace(RATE50, steps=tuple((120 + 10 * i, 0.5 + abs(15 - i) / 30) for i in range(31))), 37.6),
+    Case("50/s drifting by half and back", replace(RATE50, steps=DRIFT), 37.6),
     Case("1/s, burst 3", ServerModel(calls_per_s=1, burst_calls=3, latency_s=2.0), 1, "slow", end_s=900),
-    Case("thrashes beyond 150", ServerModel(full_speed=10**6, thrashes_at=150, latency_s=3.0), fixed(3.0, 150), "thrash"),
+    Case(
+        "thrashes beyond 150", ServerModel(full_speed=10**6, thrashes_at=150, latency_s=3.0), fixed(3.0, 150), "thrash"
+    ),
     Case("outage refuses, 50/s", replace(RATE50, outages=(REFUSED,)), 50, "outage refused"),
     Case("outage refuses, in-flight 64", replace(SLOTS, outages=(REFUSED,)), fixed(1.24, 64), "outage refused"),
-    Case("outage hangs, in-flight 64", replace(SLOTS, outages=(HANGING,), timeout_s=30), fixed(1.24, 64), "outage hanging"),
+    Case(
+        "outage hangs, in-flight 64",
+        replace(SLOTS, outages=(HANGING,), timeout_s=30),
+        fixed(1.24, 64),
+        "outage hanging",
+    ),
     Case("outage of 500s, in-flight 64", replace(SLOTS, outages=(BROKEN,)), fixed(1.24, 64), "outage errors"),
     Case("50/s becomes 125/s", replace(RATE50, steps=((200, 2.5),)), 125, "step"),
     Case("in-flight 64 becomes 160", replace(SLOTS, steps=((200, 2.5),)), fixed(1.24, 160), "step"),
     Case("--rpm 3000 enforced", replace(RATE50, burst_calls=5), 50, "known", Flow(rpm=3000)),
-    Case("--tpm 600,000 enforced", ServerModel(tokens_per_s=10_000, burst_tokens=20_000), 10_000 / MEAN_TOKENS, "known", Flow(tpm=600_000)),
-    Case("--tpm 600,000, counts max_tokens", ServerModel(tokens_per_s=10_000, burst_tokens=20_000, counts_max_tokens=True), 10_000 / 966.0, "known", Flow(tpm=600_000, counts_max_tokens=True)),
+    Case(
+        "--tpm 600,000 enforced",
+        ServerModel(tokens_per_s=10_000, burst_tokens=20_000),
+        10_000 / MEAN_TOKENS,
+        "known",
+        Flow(tpm=600_000),
+    ),
+    Case(
+        "--tpm 600,000, counts max_tokens",
+        ServerModel(tokens_per_s=10_000, burst_tokens=20_000, counts_max_tokens=True),
+        10_000 / 966.0,
+        "known",
+        Flow(tpm=600_000, counts_max_tokens=True),
+    ),
     Case("headers: 300 rpm", ServerModel(calls_per_s=5, burst_calls=300, headers=True, hints=True), 5, "known"),
-    Case("headers: 60,000 tpm, max_tokens", ServerModel(tokens_per_s=1000, burst_tokens=60_000, headers=True, hints=True, counts_max_tokens=True), 1000 / 966.0, "known"),
-    Case("headers: 600,000 tpm, true use", ServerModel(tokens_per_s=10_000, burst_tokens=600_000, headers=True, hints=True), 10_000 / MEAN_TOKENS, "known"),
-]  # fmt: skip
+    Case(
+        "headers: 60,000 tpm, max_tokens",
+        ServerModel(tokens_per_s=1000, burst_tokens=60_000, headers=True, hints=True, counts_max_tokens=True),
+        1000 / 966.0,
+        "known",
+    ),
+    Case(
+        "headers: 600,000 tpm, true use",
+        ServerModel(tokens_per_s=10_000, burst_tokens=600_000, headers=True, hints=True),
+        10_000 / MEAN_TOKENS,
+        "known",
+    ),
+]
 
 
 class FixedConcurrency:
@@ -136,9 +170,7 @@ class FixedConcurrency:
         call.sent_at = now
         return Send(call)
 
-    def settle(
-        self, now: float, call: Call, result: Reply | Fault, *, cost_usd: Decimal | None = None
-    ) -> Settlement:
+    def settle(self, now: float, call: Call, result: Reply | Fault, *, cost_usd: Decimal | None = None) -> Settlement:
         self.in_flight -= 1
         if isinstance(result, Reply):
             del self._tries[call]
@@ -229,14 +261,30 @@ class Figure:
 
 
 FIGURES = [
-    Figure("goodput / capacity after 120 s (≥ 8 in flight or ≥ 5/s)", lambda c: c.group in ("steady", "vllm"), "goodput", 0.95, least=True),
+    Figure(
+        "goodput / capacity after 120 s (≥ 8 in flight or ≥ 5/s)",
+        lambda c: c.group in ("steady", "vllm"),
+        "goodput",
+        0.95,
+        least=True,
+    ),
     Figure("… at 1 call/s", lambda c: c.group == "slow", "goodput", 0.90, least=True),
     Figure("… on a server that thrashes beyond 150", lambda c: c.group == "thrash", "goodput", 0.88, least=True),
-    Figure("share of 429 at steady state, ≥ 50 calls/s", lambda c: c.group in ("steady", "vllm") and c.capacity >= 45, "refused", 0.01),
+    Figure(
+        "share of 429 at steady state, ≥ 50 calls/s",
+        lambda c: c.group in ("steady", "vllm") and c.capacity >= 45,
+        "refused",
+        0.01,
+    ),
     Figure("… below", lambda c: c.group in ("steady", "slow", "vllm") and c.capacity < 45, "refused", 0.025),
     Figure("sends per success, typical (mean)", lambda c: c.group in ("steady", "vllm", "known"), "sends mean", 1.05),
     Figure("… always", lambda c: not c.group.startswith("outage"), "sends", 1.10),
-    Figure("90% of capacity from cold, s, at 50 calls/s", lambda c: c.group == "steady" and 45 <= c.capacity <= 60, "cold", 45),
+    Figure(
+        "90% of capacity from cold, s, at 50 calls/s",
+        lambda c: c.group == "steady" and 45 <= c.capacity <= 60,
+        "cold",
+        45,
+    ),
     Figure("… vLLM-like, s", lambda c: c.group == "vllm", "cold", 75),
     Figure("90% again after a 2-minute outage, s", lambda c: c.group.startswith("outage"), "again", 40),
     Figure("90% after capacity × 2.5, s", lambda c: c.group == "step", "again", 60),
@@ -246,7 +294,7 @@ FIGURES = [
     Figure("known RPM/TPM: use of the quota", lambda c: c.group == "known", "goodput", 0.97, least=True),
     Figure("known RPM/TPM: 429s", lambda c: c.group == "known", "all refused", 0),
     Figure("most in flight, of 256", lambda c: True, "in flight", 256),
-]  # fmt: skip
+]
 
 
 def main() -> int:
@@ -265,7 +313,7 @@ def main() -> int:
         fixed_runs = iter(list(pool.map(_task, others)))
     measured = {index: [next(runs) for _ in seeds] for index in chosen}
     print(f"seeds {seeds[0]} … {seeds[-1]}; worst (mean) of {len(seeds)}\n")
-    print(f"{'server':34}{'goodput':>15}{'refused':>15}{'sends/ok':>9}{'cold s':>8}{'again s':>8}   fixed 256: goodput, refused")
+    print(f"{'server':34}{'goodput':>15}{'refused':>15}{'sends/ok':>9}{'cold s':>8}{'again s':>8}{'fixed 256':>19}")
     for index, found in measured.items():
         case, other = CASES[index], next(fixed_runs)
         mean = {key: sum(one[key] for one in found) / len(found) for key in found[0]}
@@ -274,7 +322,7 @@ def main() -> int:
             f"{max(one['refused'] for one in found):8.4f} {mean['refused']:6.4f}"
             f"{max(one['sends'] for one in found):9.3f}{max(one['cold'] for one in found):8.0f}"
             f"{max(one.get('again', 0) for one in found):8.0f}   {other['goodput']:6.3f} {other['refused']:7.3f}"
-        )  # fmt: skip
+        )
     print(f"\n{'figure':58}{'hold':>9}{'worst':>9}")
     report, missed = [], 0
     for figure in FIGURES:
@@ -289,7 +337,8 @@ def main() -> int:
         held = worst >= figure.hold if figure.least else worst <= figure.hold
         missed += not held
         report.append({"figure": figure.name, "hold": figure.hold, "worst": worst, "held": held})
-        print(f"{figure.name:58}{'≥' if figure.least else '≤'}{figure.hold:8g}{worst:9.3f}{'' if held else '   MISSED'}")
+        sign, missing = "≥" if figure.least else "≤", "" if held else "   MISSED"
+        print(f"{figure.name:58}{sign}{figure.hold:8g}{worst:9.3f}{missing}")
     first, second = run(CASES[chosen[0]], seeds[0]), run(CASES[chosen[0]], seeds[0])
     print(f"{'same seed: byte-identical trace':58}{'yes':>9}{'yes' if first.trace == second.trace else 'NO':>9}")
     if options.json:
