@@ -7,36 +7,48 @@ BIN := .venv/bin
 RUNTIME := .venv/runtime-installed
 DEV := .venv/dev-installed
 PEERS := .venv/peers-installed
+LOCK := .ci/requirements.lock
 DEMO := build/demo
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo test check bench bench-flow bench-packing clean
+.PHONY: help demo test check kinds lock bench bench-flow bench-packing clean
 
 help:
 	@echo "make demo            run a job against a simulated provider: progress, rate limits, a report"
 	@echo "make test            check, then every test"
-	@echo "make check           ruff and mypy"
+	@echo "make check           pip check, ruff and mypy"
+	@echo "make kinds           the kinds of trouble and their tests"
+	@echo "make lock            refresh $(LOCK) within pyproject.toml's ranges"
 	@echo "make bench           throughput, CPU and memory beside other clients"
 	@echo "make bench-flow      flow control against models of servers"
 	@echo "make bench-packing   the packer: fill, speed, memory"
 	@echo "make clean           remove .venv, caches and build/"
 
-$(RUNTIME): pyproject.toml
+$(BIN)/python:
 	@test -n "$(PYTHON)" || { echo "error: no Python 3.11 or newer with venv was found" >&2; exit 1; }
-	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@$(PYTHON) -m venv .venv
+
+$(RUNTIME): pyproject.toml | $(BIN)/python
 	@echo "installing batchrun into .venv ..."
 	@$(BIN)/python -m pip install --quiet --editable .
 	@touch $@
 
-$(DEV): $(RUNTIME)
-	@echo "installing the tools for development ..."
-	@$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1'
-	@$(BIN)/python -m pip install --quiet --group dev
-	@touch $@
+# Where the lock was made for, exactly what it names, by hash; elsewhere what pyproject.toml allows.
+$(DEV): pyproject.toml $(LOCK) | $(BIN)/python
+	@echo "installing batchrun and the tools for development into .venv ..."
+	@if $(BIN)/python -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11) or sys.platform != "linux")'; then \
+		$(BIN)/python -m pip install --quiet --require-hashes --only-binary :all: --requirement $(LOCK) \
+		&& $(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .; \
+	else \
+		$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1' \
+		&& $(BIN)/python -m pip install --quiet --editable . --group dev; \
+	fi
+	@touch $(RUNTIME) $@
 
 $(PEERS): $(DEV)
 	@echo "installing what is measured beside batchrun ..."
+	@$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1'
 	@$(BIN)/python -m pip install --quiet --group bench
 	@touch $@
 
@@ -52,9 +64,22 @@ test: check
 	$(BIN)/python -m pytest
 
 check: $(DEV)
+	$(BIN)/python -m pip check
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# The kinds of trouble, and the tests that hold what is right in each.
+kinds: $(DEV)
+	@$(BIN)/python tests/test_kinds.py
+
+# What builds the package is locked too, so that nothing is installed that was not looked at.
+lock: $(DEV)
+	@$(PYTHON) -m venv .venv/lock && .venv/lock/bin/python -m pip install --quiet uv
+	@$(BIN)/python -c 'import tomllib; \
+		print(*tomllib.load(open("pyproject.toml", "rb"))["build-system"]["requires"], "editables", sep="\n")' \
+	| .venv/lock/bin/uv pip compile - pyproject.toml --group dev --upgrade --generate-hashes --quiet \
+		--python-version 3.11 --python-platform linux --custom-compile-command "make lock" --output-file $(LOCK)
 
 bench: $(PEERS)
 	$(BIN)/python tests/bench/throughput.py

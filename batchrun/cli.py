@@ -128,6 +128,7 @@ def _command(options: Sequence[Option]) -> Callable[[Body], Body]:
 def _run(body: Body, values: Mapping[str, Any], flags: Mapping[str, Any], config: str | None) -> int:
     """Runs a command to its exit code."""
     from batchrun.terminal.console import StderrConsole
+    from batchrun.terminal.foreign import spoken_for
 
     console = _early_console(flags.get("log_format"))
     verbose = bool(flags.get("verbose"))
@@ -145,7 +146,8 @@ def _run(body: Body, values: Mapping[str, Any], flags: Mapping[str, Any], config
         )
         if settings.config:
             console.debug(f"settings from {settings.config}")
-        return body(**values, run=_Run(settings, given, console))
+        with spoken_for(console):
+            return body(**values, run=_Run(settings, given, console))
     except BatchrunError as error:
         console.stop()
         console.error(error.message, error.hint)

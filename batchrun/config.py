@@ -55,6 +55,10 @@ class Settings:
     mode: Literal["auto", "live", "packed", "deferred"] = "auto"
     api_key_env: str | None = None
     api_key_file: Path | None = None
+    allow_http: bool = False
+    """Plain http may go to another machine."""
+    proxy_env: bool = False
+    """Proxies come from the environment; without it there are none."""
     # what
     model: str | None = None
     system: str | None = None

@@ -332,6 +332,8 @@ OPTIONS: tuple[Option, ...] = (
         "A file that holds the key; refused unless its mode is 0600.",
         read_path=_path,
     ),
+    Option("where", "allow-http", "", "Send keys and prompts over plain http, also to another machine."),
+    Option("where", "proxy-env", "", "Take proxies from the environment (HTTPS_PROXY and its like)."),
     Option("what", "model", "MODEL", "The model of rows that name none.", _text),
     Option("what", "system", "TEXT", "System prompt of rows that have none.", _text),
     Option(

@@ -6,13 +6,20 @@ from pathlib import Path
 import pytest
 
 from tests.faults.server import FaultServer
-from tests.support import KEY, Shell
+from tests.support import Shell, keys_in
+
+AUTH = ("authorization", "x-api-key", "x-goog-api-key")
 
 
 @pytest.fixture
 def server() -> Iterator[FaultServer]:
+    """A server, to which a key is sent in its own header only: never in a path, a body or another header."""
     with FaultServer() as running:
         yield running
+        for request in running.requests:
+            rest = {name: value for name, value in request.headers.items() if name not in AUTH}
+            assert keys_in(request.path.encode() + request.body + repr(rest).encode()) == []
+            assert sum(name in request.headers for name in AUTH) <= 1
 
 
 @pytest.fixture
@@ -21,6 +28,18 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
     opened = Shell(tmp_path)
     yield opened
     opened.close()
-    written = [path for path in tmp_path.rglob("*") if path.is_file() and path.suffix != ".secret"]
-    assert [str(path) for path in written if KEY.encode() in path.read_bytes()] == []
-    assert KEY.encode() not in b"".join(opened.said)
+    assert leaks(tmp_path) == []
+    assert keys_in(b"".join(opened.said)) == []
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_key_is_left_anywhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Searches the directories of the whole suite once more at its end, with all that was written since."""
+    yield
+    assert leaks(tmp_path_factory.getbasetemp()) == []
+
+
+def leaks(root: Path) -> list[str]:
+    """Returns the files below ``root`` that hold a key, but for those that are meant to: ``*.secret``."""
+    written = (path for path in root.rglob("*") if path.is_file() and path.suffix != ".secret")
+    return [str(path) for path in written if keys_in(path.read_bytes())]

@@ -19,10 +19,12 @@ from tests.faults.server import FaultServer, Reply, Request
 __all__ = [
     "COMMAND",
     "KEY",
+    "KEYS",
     "SUMMARY",
     "Ran",
     "Shell",
     "chat_reply",
+    "keys_in",
     "once",
     "parse",
     "prompts",
@@ -33,6 +35,19 @@ COMMAND = str(Path(sys.executable).with_name("batchrun"))
 
 KEY = "sk-sentinel-7f3a91c2e5d84b60"
 """The key that every shell holds. The fixture ``shell`` looks for it in all that a test leaves behind."""
+
+KEYS = {
+    "openai": KEY,
+    "anthropic": "sk-ant-sentinel03-9d1c47e2b8a65f30",
+    "gemini": "AIzaSentinelQ5h8Wm2Xr7Tn4Vk0",
+    "file": "sk-file-sentinel/4b7+1e=a2c9",
+}
+"""Keys of every family. None of them is found in any file that the whole suite leaves behind."""
+
+
+def keys_in(data: bytes) -> list[str]:
+    """Returns the families whose key is in ``data``."""
+    return [family for family, key in KEYS.items() if key.encode() in data]
 
 SUMMARY = {
     "job": None,

@@ -92,5 +92,5 @@ def test_one_module_alone_speaks_http_and_one_alone_speaks_sql() -> None:
             if any(name.split(".")[0] == library for name in imported(path))
         }
 
-    assert users("httpx") <= {"run/transport.py", "run/http1.py", "run/sim.py"}
+    assert users("httpx") <= {"run/transport.py", "run/http1.py", "run/proxied.py", "run/sim.py"}
     assert users("sqlite3") <= {"run/store.py", "run/source.py", "job/pinning.py"}

@@ -711,3 +711,30 @@ def test_as_much_is_wanted_as_keeps_the_window_busy_and_no_more_than_fits() -> N
     assert play.schedule.wants(0.0) == 200 + 16 - 48
     play.offer(*map(call, range(48, 5_000)))
     assert play.schedule.wants(0.0) == 0
+
+
+def test_patience_ends_for_rows_too_few_to_open_a_breaker() -> None:
+    play = Play(Flow(patience_s=20))
+    play.offer(call(1), call(2))
+    while not play.done and play.now < 60:
+        play.end_all(UNREACHABLE)
+        play.wait(0.05)
+    assert play.schedule.stop is not None
+    assert play.schedule.stop.exit_code is Exit.UNREACHABLE
+    assert "connection refused" in play.schedule.stop.detail
+    assert 20 <= play.now <= 21
+    assert {line for _, line, _ in play.sends} == {1, 2}
+
+
+def test_one_answer_ends_the_count_of_unreachable_seconds() -> None:
+    play = Play(Flow(concurrency=2, patience_s=5))
+    play.offer(call(1), call(2))
+    play.send_all()
+    first, second = play.out
+    play.end(first, UNREACHABLE)
+    play.end(second)
+    while first not in play.out and play.now < 60:
+        play.wait(0.05)
+    assert play.schedule.stop is None
+    play.end(first)
+    assert play.schedule.stop is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import stat
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -19,11 +20,14 @@ __all__ = ["key_for", "preset_for", "prices_for", "shaper_for"]
 _SIM_PRICE = PriceOverride(Decimal("0.15"), Decimal("0.60"))
 """What the simulator pretends to charge, so that costs and budgets can be tried: a small model's list price."""
 
+_LONGEST_KEY = 64 * 1024
+"""Characters; a key file that is something else must not fill the memory."""
+
 
 def preset_for(settings: Settings, environ: Mapping[str, str], *, need_key: bool = True) -> Preset:
     """Returns where to send. With nothing named, whichever provider's key is set."""
     if settings.provider is not None or settings.base_url is not None:
-        return resolve(settings.provider, settings.base_url)
+        return resolve(settings.provider, settings.base_url, allow_http=settings.allow_http)
     if settings.api_key_env is not None or settings.api_key_file is not None:
         return resolve("openai", None)
     for name in ("openai", "anthropic"):
@@ -59,14 +63,15 @@ def key_for(preset: Preset, settings: Settings, environ: Mapping[str, str]) -> s
 
 def _key_from_file(path: Path) -> str:
     try:
-        mode = path.stat().st_mode
-        if stat.S_IMODE(mode) & 0o077:
-            raise BatchrunError(
-                f"{path} can be read by others (mode {stat.S_IMODE(mode):04o})",
-                hint=f"chmod 600 {path}",
-                exit_code=Exit.CONFIGURATION,
-            )
-        key = path.read_text(encoding="ascii").strip()
+        with path.open(encoding="ascii") as file:  # what is looked at is what is read
+            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+            if mode & 0o077:
+                raise BatchrunError(
+                    f"{path} can be read by others (mode {mode:04o})",
+                    hint=f"chmod 600 {path}",
+                    exit_code=Exit.CONFIGURATION,
+                )
+            key = file.read(_LONGEST_KEY).strip()
     except (OSError, UnicodeDecodeError) as error:
         raise BatchrunError(
             f"cannot read the key file {path}: {getattr(error, 'strerror', 'not ASCII')}",

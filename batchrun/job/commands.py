@@ -120,6 +120,10 @@ def _run(
     key = key_for(preset, settings, environ)
     if settings.provider is None and settings.base_url is None:
         settings = replace(settings, provider=preset.name)  # a resume must not depend on which keys are set then
+    if settings.proxy_env and preset.name != "sim":
+        from batchrun.run.proxied import proxy_for
+
+        proxy_for(preset.base_url, allow_http=settings.allow_http)  # what cannot be used is told before a job is made
     shaper = shaper_for(preset, settings)
     tally = Tally()
     with _opened(job, tally) as store:
@@ -138,13 +142,12 @@ def _opened(job: Path, tally: Tally) -> Iterator[Store]:
     lock.acquire()
     try:
         with contextlib.closing(Store(job, tally)) as store:
+            fresh, made = made, False  # whatever fails from here on: what may have been paid for stays
             try:
                 yield store
-            except BatchrunError:
-                made = made and not store.get("runs")
+            except BaseException:
+                made = fresh and not store.get("runs")
                 raise
-            else:
-                made = False
     finally:
         if made:
             for name in (DATABASE, f"{DATABASE}-wal", f"{DATABASE}-shm", SPOOL, "lock"):

@@ -19,6 +19,7 @@ from batchrun.intake.shapes import Shaper
 from batchrun.job.settings import to_json
 from batchrun.records import BadRow, Line, Operation, Row
 from batchrun.run import settle
+from batchrun.run.failpoint import reached
 from batchrun.run.progress import Console
 from batchrun.run.source import Indexer, input_as_json, scan
 from batchrun.run.store import Store, View, private_file, rename
@@ -156,6 +157,7 @@ class _Index:
                     exit_code=Exit.INPUT,
                 )
             refused.flush()
+            reached("ingest")
             store.keep(db, source=source, models=dict(found.models), settings=to_json(settings))
             before_commit()
         if known is not None and indexer.added:

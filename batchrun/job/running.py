@@ -31,6 +31,7 @@ from batchrun.report.tally import Tally
 from batchrun.run import settle
 from batchrun.run.batching import prepare, worst_price
 from batchrun.run.engine import Counters, Engine
+from batchrun.run.failpoint import reached
 from batchrun.run.progress import Console
 from batchrun.run.sim import SimTransport
 from batchrun.run.source import RowReader, input_as_json
@@ -98,6 +99,7 @@ class Run:
             return self._finish(None, None, run=None)
         run = (self.store.get("runs") or 0) + 1
         self.store.put(runs=run, ended=None)
+        reached("start")
         at = time.time()
         self.store.apply([RunStarted(run, at, self.total)])
         self._settle_doubts()
@@ -170,6 +172,7 @@ class Run:
                         at=at,
                     )
                 )
+        reached("doubts")
         self.store.apply(operations)
         names = ", ".join(intent.custom_id for intent in doubts[:10])
         more = f" and {len(doubts) - 10:,} more" if len(doubts) > 10 else ""
@@ -201,18 +204,13 @@ class Run:
         succeeded, failed = self.store.settled(self.last_line)
 
         async def run() -> Stop | None:
-            transport = (
-                SimTransport(settings.sim)
-                if self.preset.name == "sim"
-                else Http1Transport(limit=flow.concurrency or flow.max_concurrency)
-            )
             engine = Engine(
                 store=self.store,
                 reader=self.reader,
                 batches=batches,
                 schedule=Schedule(flow, random.Random(), time.monotonic(), worst),  # noqa: S311 - jitter
                 provider=make_provider(self.preset, self.key),
-                client=Client(transport),
+                client=self._client(flow.concurrency or flow.max_concurrency),
                 prices=self.prices,
                 calibration=calibration,
                 counters=Counters(
@@ -246,6 +244,20 @@ class Run:
             gc.unfreeze()
             with contextlib.suppress(BatchrunError):
                 self.store.put(calibration=calibration.dump())
+
+    def _client(self, limit: int) -> Client:
+        """Returns how requests travel: to nobody, directly, or through the proxy that was asked for."""
+        if self.preset.name == "sim":
+            return Client(SimTransport(self.settings.sim))
+        if self.settings.proxy_env:
+            from batchrun.run.proxied import ProxiedTransport, proxy_for
+
+            if proxy := proxy_for(self.preset.base_url, allow_http=self.settings.allow_http):
+                at = proxy.url.netloc.decode("ascii")
+                self.console.notice(f"by way of the proxy {at}: slower than directly with many requests in flight")
+                return Client(ProxiedTransport(proxy, limit=limit))
+            self.console.notice("--proxy-env: no proxy of the environment is for this address; going directly")
+        return Client(Http1Transport(limit=limit))
 
     def _flow(self) -> Flow:
 
@@ -283,6 +295,7 @@ class Run:
             with contextlib.suppress(BatchrunError) if error is not None else contextlib.nullcontext():
                 elapsed = time.monotonic() - self.started
                 self.store.apply([RunEnded(run, time.time(), elapsed, state, reason, int(exit_code))])
+                reached("end")
                 self.store.put(ended=ended)
         else:
             self.store.put(ended={"state": state, "reason": reason, "exit_code": int(exit_code)})

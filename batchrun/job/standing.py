@@ -11,6 +11,7 @@ from typing import Any, BinaryIO, Literal
 from batchrun.report import metrics
 from batchrun.report.metrics import JobStanding
 from batchrun.report.tally import Tally
+from batchrun.run.failpoint import reached
 from batchrun.run.store import Intent, JobLock, View, replace_file
 
 __all__ = ["project", "report", "stand", "status", "write_results"]
@@ -103,6 +104,7 @@ def project(job: Path, view: View, tally: Tally, standing: JobStanding) -> None:
     """Writes what people read: results, errors and reports. All of it can be written again from the store."""
     from batchrun.report.html import html
 
+    reached("project")
     for name, which in (("results.jsonl", "succeeded"), ("errors.jsonl", "failed")):
         with replace_file(job / name) as out:
             _write_records(view, which, out)  # type: ignore[arg-type]

@@ -100,6 +100,8 @@ class Limit:
         self._step = 0
         self._base: tuple[float, Throughput] | None = None
         """The window from which this climb or trial began, and what it gave."""
+        self._rested: Throughput | None = None
+        """What the window gave while nothing was tried."""
         self._trial: float | None = None
         self._next_trial = UP
         self._rest_s = REST_S
@@ -296,7 +298,7 @@ class Limit:
             self._move(now, min(self._return_to, 2 * self._window), "back after an outage")
 
     def _rest(self, now: float, window: float) -> None:
-        self._phase, self._base, self._trial = "rest", None, None
+        self._phase, self._base, self._trial, self._rested = "rest", None, None, None
         self._rest_until = now + self._rest_s
         self._move(now, window, "no gain from more")
 
@@ -308,14 +310,16 @@ class Limit:
                 self._rest_longer(now, DOWN if self._trial == UP else UP)
                 return
             self._rest_s = REST_S
-        elif now < self._rest_until:
-            return
+        else:
+            shown = self._rested = shown.blended(self._rested)
+            if now < self._rest_until:
+                return
         self._trial = self._trial or self._next_trial
         tried = min(float(self._ceiling), max(1.0, self._window * self._trial))
         if tried == self._window:
             self._rest_longer(now, DOWN if self._trial == UP else UP)
             return
-        self._base = (self._window, shown)
+        self._base, self._rested = (self._window, shown), None
         self._move(now, tried, "trying " + ("more" if self._trial == UP else "less"))
 
     def _rest_longer(self, now: float, next_trial: float) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 __all__ = ["Meetings", "Round", "Throughput"]
@@ -31,6 +31,13 @@ class Throughput:
     """On average."""
     counted_s: float
     """Answers a second, counted."""
+
+    def blended(self, before: Throughput | None) -> Throughput:
+        """Returns the mean with what was shown before at the same window."""
+        if before is None:
+            return self
+        calls_s, tokens_s = (self.calls_s + before.calls_s) / 2, (self.tokens_s + before.tokens_s) / 2
+        return replace(self, calls_s=calls_s, tokens_s=tokens_s)
 
     def gain_over(self, before: Throughput) -> float:
         """Returns by which share tokens a second rose; calls a second where no tokens are known."""

@@ -83,6 +83,9 @@ class Schedule:
         self._failed = flow.failed
         self._may_fail = _may_fail(flow)
         self._notes: list[Note] = []
+        self._unreachable_since: float | None = None
+        """Since when no connection has come about; None once anything was heard."""
+        self._last_trouble = ""
         self._binding: str | Scope = "input"
         self.stop: Stop | None = None
 
@@ -121,7 +124,7 @@ class Schedule:
         if self.stop is not None:
             return IDLE if self._flights else Done(self.stop)
         if not self._ready:
-            return self._nothing_ready()
+            return self._nothing_ready(now)
         lane, scope, opens_at = self._choose(now)
         if lane is not None and scope is not None:
             call = lane.ready[0][3]
@@ -143,10 +146,18 @@ class Schedule:
         elif self._failed > self._may_fail:
             self.drain(now, Stop("max-failures", Exit.STOPPED, f"{self._failed} rows have failed"))
 
-    def _nothing_ready(self) -> Step:
+    def _nothing_ready(self, now: float) -> Step:
         self._binding = "input"
         if self._waiting:
-            return self._sleep(inf)
+            if self._unreachable_since is None or self._flights:
+                return self._sleep(inf)
+            # Too few rows to open a breaker: their retries are all that is left to hear from the endpoint.
+            self._binding = "endpoint unreachable"
+            patient_until = self._unreachable_since + self._flow.patience_s
+            if now < patient_until:
+                return self._sleep(patient_until)
+            self._give_up(now)
+            return Done(self.stop)
         return Done(None) if self._closed and not self._flights else IDLE
 
     def _sleep(self, until: float) -> Step:
@@ -281,7 +292,11 @@ class Schedule:
         scope.limit.ended(now)
         if adapted or fault.kind in ("rejected", "too_large", "fatal", "garbled"):
             self._server_works(now, call, flight)  # the row or the account does not
-        elif flight.probe:
+            return
+        self._last_trouble = fault.detail
+        if not fault.connected and self._unreachable_since is None:
+            self._unreachable_since = call.sent_at
+        if flight.probe:
             scope.breaker.probed(now, succeeded=False)
         elif scope.breaker.opened_at is None and not self._suspect(call, scope) and scope.failed(now, call.sent_at):
             self._note(now, "breaker", f"open: {fault.detail}")
@@ -296,6 +311,7 @@ class Schedule:
 
     def _server_works(self, now: float, call: Call, flight: Flight) -> None:
         """Takes an answer of any kind as a sign of life; one from before an outage does not end it."""
+        self._unreachable_since = None
         if flight.scope.works(now, call.sent_at, flight):
             self._note(now, "breaker", "closed: a probe was answered")
 
@@ -414,8 +430,12 @@ class Schedule:
                 opened_at = scope.breaker.opened_at
                 if opened_at is None or now - opened_at < patience_s:
                     return False
-        self.drain(now, Stop("unreachable", Exit.UNREACHABLE, f"no answer for {patience_s:.0f} s"))
+        self._give_up(now)
         return True
+
+    def _give_up(self, now: float) -> None:
+        detail = f"no answer for {self._flow.patience_s:g} s; last: {self._last_trouble}"
+        self.drain(now, Stop("unreachable", Exit.UNREACHABLE, detail))
 
     def _note(self, now: float, what: Literal["limit", "pause", "breaker", "stop", "notice"], text: str) -> None:
         self._notes.append(Note(now, what, text))

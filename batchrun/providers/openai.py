@@ -345,5 +345,5 @@ def stated_cost(doc: dict[str, Any], body: bytes, headers: Mapping[str, str]) ->
 
 def _dollars(cost: Decimal) -> Decimal | None:
     """Returns a cost that can be one: no server's nonsense may fill a file with its digits."""
-    sane = cost.is_finite() and cost >= 0 and -30 <= int(cost.as_tuple().exponent) and cost.adjusted() < 9
+    sane = cost.is_finite() and cost >= 0 and int(cost.as_tuple().exponent) >= -30 and cost.adjusted() < 9
     return cost if sane else None

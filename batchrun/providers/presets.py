@@ -189,7 +189,7 @@ def _checked(base_url: str, *, allow_http: bool) -> SplitResult:
     if url.scheme == "http" and not allow_http and not _is_this_machine(host):
         raise BatchrunError(
             f"plain http to `{host}` would show the key and the prompts to the network",
-            hint="use https, or a tunnel to localhost",
+            hint="use https, or a tunnel to localhost; --allow-http if you trust all that lies between",
         )
     return url
 

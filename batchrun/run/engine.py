@@ -42,6 +42,7 @@ from batchrun.records import (
 )
 from batchrun.run import settle
 from batchrun.run.batching import Prepared
+from batchrun.run.failpoint import reached
 from batchrun.run.progress import Console
 from batchrun.run.redact import Redactor
 from batchrun.run.source import RowReader, input_as_json
@@ -291,12 +292,18 @@ class Engine:
             call = await place
 
     async def _serve(self, call: Call) -> None:
-        request = self._provider.encode(call.rows)
+        try:
+            request = self._provider.encode(call.rows)
+        except Exception:
+            self._schedule.release(self._clock(), call)
+            raise
         if not await self._intend(call):
             return
+        reached("send")
         started = self._clock()
-        answer = await self._client.send(request, self._timeout_s)
         try:
+            answer = await self._client.send(request, self._timeout_s)
+            reached("reply")
             if isinstance(answer, Fault):
                 result: Reply | Fault = self._redactor.fault(answer)
             else:
@@ -312,10 +319,12 @@ class Engine:
         total = sum(known, _ZERO) if costs and len(known) == len(costs) else None
         settlement = self._schedule.settle(now, call, result, cost_usd=total, adapted=adapted)
         timing = settle.Timing(call, started, now, self._wall())
+        reached("settle")
         self._keep(self._operations(call, result, settlement, costs, timing))
 
     async def _intend(self, call: Call) -> bool:
         """Makes a call's intents durable. Returns whether it may be sent."""
+        reached("intent")
         at, reserved = self._wall(), call.reserved_usd
         intents: list[Operation] = []
         for row in call.rows:

@@ -35,6 +35,7 @@ import orjson
 
 from batchrun.errors import BatchrunError, Exit
 from batchrun.records import Doubted, Fold, Operation, Reopened, Returned, Sent, Settled
+from batchrun.run.failpoint import reached
 
 __all__ = [
     "DATABASE",
@@ -136,6 +137,7 @@ def replace_file(path: Path) -> Iterator[BinaryIO]:
             yield out
             out.flush()
             os.fsync(out.fileno())
+        reached("replace")
         rename(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -144,6 +146,7 @@ def replace_file(path: Path) -> Iterator[BinaryIO]:
 def rename(source: Path, target: Path) -> None:
     """Renames within a directory, durably."""
     source.replace(target)
+    reached("rename")
     sync_dir(target.parent)
 
 
@@ -391,6 +394,7 @@ class Store(View):
         try:
             if fresh:
                 private_file(path).close()
+                reached("create")
             self._write = sqlite3.connect(path, isolation_level=None, check_same_thread=False, cached_statements=256)
             for pragma in (
                 "journal_mode=WAL",
@@ -426,7 +430,9 @@ class Store(View):
             self._write.execute("BEGIN IMMEDIATE")
             try:
                 yield self._write
+                reached("commit")
                 self._write.execute("COMMIT")
+                reached("committed")
             except BaseException:
                 self.fold.load(self._kept)
                 if self._write.in_transaction:

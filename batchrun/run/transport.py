@@ -1,8 +1,8 @@
 """The only HTTP client: httpx's transport interface over bare connections, and its exceptions as Faults.
 
 httpx's own pool scans all its connections for every request and so slows down with concurrency; this one
-keeps a stack per origin. No redirect is followed, no cookie kept, no proxy taken from the environment,
-nothing sent twice: one call is one attempt.
+keeps a stack per origin. No redirect is followed, no cookie kept, no proxy taken from the environment
+(`run.proxied` does, for who asks), nothing sent twice: one call is one attempt.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import httpx
 from batchrun.records import Fault, HttpRequest, HttpResponse
 from batchrun.run.http1 import Answer, Connection
 
-__all__ = ["Client", "Http1Transport", "TLSRefused", "fault", "fd_budget"]
+__all__ = ["Client", "Http1Transport", "TLSRefused", "connect_error", "fault", "fd_budget", "tls_context"]
 
 CONNECT_S = 10.0
 """Name, address and TLS handshake together."""
@@ -96,7 +96,7 @@ def fault(error: httpx.RequestError | httpx.InvalidURL) -> Fault:  # noqa: PLR09
     match error:
         case TLSRefused():
             return Fault("fatal", detail, stop="tls", connected=False)
-        case httpx.InvalidURL() | httpx.UnsupportedProtocol() | httpx.LocalProtocolError():
+        case httpx.InvalidURL() | httpx.UnsupportedProtocol() | httpx.LocalProtocolError() | httpx.ProxyError():
             return Fault("fatal", detail, stop="account", connected=False)
         case httpx.ConnectError() | httpx.ConnectTimeout() | httpx.PoolTimeout():
             return Fault("network", detail, connected=False)
@@ -208,7 +208,7 @@ class Http1Transport(httpx.AsyncBaseTransport):
             async with asyncio.timeout(timeout_s):
                 connection = await self._dial(loop, origin, tls)
         except (OSError, UnicodeError) as error:
-            raise _connect_error(error, f"{host}:{port}", timeout_s) from None
+            raise connect_error(error, f"{host}:{port}", timeout_s) from None
         finally:
             self._connecting -= 1
         if not connection.usable:
@@ -251,17 +251,25 @@ class Http1Transport(httpx.AsyncBaseTransport):
     def _tls_context(self) -> ssl.SSLContext:
         """Returns the run's one TLS context; loading roots takes tens of milliseconds: only when needed."""
         if self._tls is None:
-            try:
-                self._tls = httpx.create_ssl_context()
-            except (OSError, ssl.SSLError) as error:
-                raise TLSRefused(
-                    f"the trusted certificates (SSL_CERT_FILE, SSL_CERT_DIR) cannot be loaded: {error}"
-                ) from None
-            self._tls.set_alpn_protocols(["http/1.1"])
+            self._tls = tls_context()
         return self._tls
 
 
-def _connect_error(  # noqa: PLR0911 - a return for each kind
+def tls_context() -> ssl.SSLContext:
+    """Returns a context that trusts the roots in SSL_CERT_FILE or SSL_CERT_DIR, else certifi's, and checks names.
+
+    Raises:
+        TLSRefused: They cannot be loaded.
+    """
+    try:
+        tls = httpx.create_ssl_context()
+    except (OSError, ssl.SSLError) as error:
+        raise TLSRefused(f"the trusted certificates (SSL_CERT_FILE, SSL_CERT_DIR) cannot be loaded: {error}") from None
+    tls.set_alpn_protocols(["http/1.1"])
+    return tls
+
+
+def connect_error(  # noqa: PLR0911 - a return for each kind
     error: OSError | UnicodeError, where: str, timeout_s: float
 ) -> httpx.TransportError:
     """Translates a failed connect. A handshake cut off is the network's doing, a refused one is not."""

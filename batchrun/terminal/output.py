@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, cast
 
 from batchrun.errors import BatchrunError, Exit
 
@@ -47,8 +48,21 @@ def _stdout() -> Iterator[BinaryIO]:
         raise OSError(0, "it is closed")
     sys.stdout.flush()
     out: BinaryIO = sys.stdout.buffer
-    yield out
+    yield cast("BinaryIO", _Inert(out)) if out.isatty() else out
     out.flush()
+
+
+class _Inert:
+    """A terminal, in which JSON says the same with escapes for characters that would act upon it."""
+
+    _LOUD = re.compile("[\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff]")
+
+    def __init__(self, out: BinaryIO) -> None:
+        self._out = out
+
+    def write(self, data: bytes) -> int:
+        text = data.decode("utf-8", "replace")
+        return self._out.write(self._LOUD.sub(lambda match: f"\\u{ord(match[0]):04x}", text).encode())
 
 
 @contextlib.contextmanager
