@@ -312,12 +312,20 @@ def check(source: Input, *, run: _Run) -> int:
 
 
 @_command(_FOR_ESTIMATE)
-def estimate(source: Input, *, run: _Run) -> int:
+def estimate(
+    source: Input,
+    *,
+    simulate: Annotated[
+        bool, typer.Option("--simulate", help="Run the real plan over the rows in virtual time, under these limits.")
+    ] = False,
+    run: _Run,
+) -> int:
     """Estimate tokens, batches, calls, cost and duration of INPUT. Nothing is sent."""
     from batchrun.job.estimating import estimate as estimate_job
     from batchrun.terminal.wording import listing
 
-    _tell(estimate_job(source, run.settings, os.environ, run.console), run.settings, listing)
+    document = estimate_job(source, run.settings, os.environ, run.console, simulated=simulate)
+    _tell(document, run.settings, listing)
     return Exit.OK
 
 

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterator, Mapping
 from decimal import Decimal
-from typing import Any
+from typing import Any, BinaryIO
 
-from batchrun.config import Settings
+from batchrun.config import Settings, SimSettings
 from batchrun.errors import BatchrunError, Exit
-from batchrun.intake.jsonl import OversizedLine
+from batchrun.intake.jsonl import OversizedLine, read_lines
+from batchrun.intake.shapes import Shaper
 from batchrun.intake.tokens import Calibration, TokenCounter
 from batchrun.job.access import preset_for, prices_for, shaper_for
 from batchrun.job.pinning import open_any
 from batchrun.plan.pack import PackBudget, Packer
-from batchrun.records import BadRow, Line, Row, Usage
+from batchrun.plan.schedule import Flow
+from batchrun.plan.simulate import ServerModel, Work, simulate
+from batchrun.providers.presets import Preset
+from batchrun.records import BadRow, Call, Line, Row, Usage
 from batchrun.report.prices import PriceBook
 from batchrun.run.batching import UNLIMITED_OUTPUT_TOKENS
 from batchrun.run.progress import Console
@@ -25,12 +30,25 @@ _EXACT_ROWS = 5_000
 """So many rows are counted with the tokenizer; the rest by their size, corrected by what those showed."""
 
 _ASSUMED_LATENCY_S = 3.0
-"""A usual reply of a hosted model; used where there is no quota that binds."""
+"""A usual reply of a hosted model."""
+
+_ASSUMED_SHARE = 2
+"""Answers are expected to be one part in so many of what a row allows …"""
+
+_ASSUMED_OUTPUT = 256
+"""… or this long, in tokens, where it allows more, or names no limit."""
 
 
-def estimate(input_path: str, settings: Settings, environ: Mapping[str, str], console: Console) -> dict[str, Any]:
-    """Returns what running the input would take. Raises: BatchrunError(65) for bad lines, unless they are skipped."""
+def estimate(
+    input_path: str, settings: Settings, environ: Mapping[str, str], console: Console, *, simulated: bool = False
+) -> dict[str, Any]:
+    """Returns what running the input would take; ``simulated``: by running the real plan over it in virtual time.
+
+    Raises: BatchrunError(65) for bad lines, unless they are skipped.
+    """
     preset = preset_for(settings, environ, need_key=False)
+    if simulated and input_path == "-":
+        raise BatchrunError("--simulate reads the input twice", hint="give a file, not stdin")
     sums = _Sums(settings, prices_for(preset, settings))
 
     def on_line(_: Line | OversizedLine, shaped: Row | BadRow | None) -> None:
@@ -49,7 +67,66 @@ def estimate(input_path: str, settings: Settings, environ: Mapping[str, str], co
             )
     if sums.counter.notice:
         console.notice(sums.counter.notice)
-    return sums.document()
+    document = sums.document()
+    if simulated:
+        with open_any(input_path) as stream:
+            document |= _simulated(settings, preset, sums, _rows(stream, shaper_for(preset, settings), settings.limit))
+    return document
+
+
+def _rows(stream: BinaryIO, shaper: Shaper, limit: int | None) -> Iterator[Row]:
+    """Yields the good rows of a stream, up to ``limit``."""
+    shaped = (shaper.shape(line) for line in read_lines(stream))
+    return itertools.islice((row for row in shaped if isinstance(row, Row)), limit)
+
+
+def _simulated(settings: Settings, preset: Preset, sums: _Sums, rows: Iterator[Row]) -> dict[str, Any]:
+    """Runs the plan over the rows, in virtual time, against a server that has the given limits and tells them."""
+    sim = settings.sim
+    rpm, tpm = sim.rpm or settings.rpm, sim.tpm or settings.tpm
+    latency_s = sim.latency_s if sim.latency_s != SimSettings().latency_s else _ASSUMED_LATENCY_S
+    server = ServerModel(
+        latency_s=latency_s,
+        calls_per_s=None if rpm is None else rpm / 60,
+        burst_calls=rpm or 1,
+        tokens_per_s=None if tpm is None else tpm / 60,
+        burst_tokens=tpm or 1,
+        counts_max_tokens=preset.counts_max_tokens,
+        hints=True,
+        headers=True,
+        error_share=sim.error_rate,
+        timeout_s=settings.timeout_s,
+    )
+    flow = Flow(
+        max_concurrency=settings.max_concurrency,
+        concurrency=settings.concurrency,
+        rpm=settings.rpm,
+        tpm=settings.tpm,
+        max_attempts=settings.max_attempts,
+        patience_s=settings.patience_s,
+        deadline_at=settings.deadline_s,
+        budget_usd=settings.budget_usd,
+        total=sums.rows,
+        counts_max_tokens=preset.counts_max_tokens,
+    )
+    result = simulate(flow, server, map(sums.work, rows), seed=sim.seed)
+    return {
+        "duration_s": result.duration_s,
+        "binding": result.binding,
+        "simulated": {
+            "latency_s": latency_s,
+            "sends": result.sends,
+            "refused": result.refused,
+            "faulted": result.faulted,
+            "succeeded": result.succeeded,
+            "failed": result.failed,
+            "max_in_flight": result.max_in_flight,
+            "cost_usd": result.cost_usd,
+            "cost_unknown_rows": result.unpriced,
+            "stopped": "no" if result.stop is None else f"{result.stop.reason}: {result.stop.detail}",
+            "bound_s": dict(sorted(result.bound_s.items(), key=lambda item: -item[1])),
+        },
+    }
 
 
 class _Sums:
@@ -67,34 +144,44 @@ class _Sums:
         self.most_output = 0
         self.unlimited = 0
         self.least_usd = Decimal(0)
+        self.expected_usd = Decimal(0)
         self.most_usd = Decimal(0)
         self.unpriced: dict[str, int] = {}
 
     def add(self, row: Row) -> None:
         guess = self.counter.estimate(row)
         if self.rows < _EXACT_ROWS:
-            tokens = self.counter.count(row)
-            self.calibration.observe(row.model, guess, tokens)
+            row.tokens = self.counter.count(row)
+            self.calibration.observe(row.model, guess, row.tokens)
         else:
-            tokens = self.calibration.correct(row.model, guess)
-        row.tokens = tokens
+            row.tokens = self.calibration.correct(row.model, guess)
         self.rows += 1
-        self.input_tokens += tokens
-        most = row.max_output
-        if most is None:
-            self.unlimited += 1
-            most = UNLIMITED_OUTPUT_TOKENS
-        self.most_output += most
-        least_usd = self.prices.price(row.model, Usage(tokens, 0))
-        most_usd = self.prices.worst(row.model, tokens, most)
-        if least_usd is None or most_usd is None:
+        self.input_tokens += row.tokens
+        self.unlimited += row.max_output is None
+        self.most_output += _most_output(row)
+        prices = (
+            self.prices.price(row.model, Usage(row.tokens, 0)),
+            self.prices.price(row.model, Usage(row.tokens, _expected_output(row))),
+            self.prices.worst(row.model, row.tokens, _most_output(row)),
+        )
+        least_usd, expected_usd, most_usd = prices
+        if least_usd is None or expected_usd is None or most_usd is None:
             self.unpriced[row.model] = self.unpriced.get(row.model, 0) + 1
         else:
             self.least_usd += least_usd
+            self.expected_usd += expected_usd
             self.most_usd += most_usd
-        self.packer.add(row, tokens + (row.max_output or 0))
+        self.packer.add(row, row.tokens + (row.max_output or 0))
         while self.packer.pack() is not None:
             self.batches += 1
+
+    def work(self, row: Row) -> Work:
+        """Returns a row as a call with what is expected to come of it."""
+        row.tokens = self.calibration.correct(row.model, self.counter.estimate(row))
+        output = _expected_output(row)
+        worst = self.prices.worst(row.model, row.tokens, _most_output(row)) or Decimal(0)
+        call = Call((row,), 0, row.tokens, worst, row.priority)
+        return Work(call, output, self.prices.price(row.model, Usage(row.tokens, output)))
 
     def document(self) -> dict[str, Any]:
         self.batches += sum(1 for _ in self.packer.flush())
@@ -106,7 +193,7 @@ class _Sums:
             "tokens": {"input": self.input_tokens, "output_max": self.most_output},
             "rows_counted_exactly": min(self.rows, _EXACT_ROWS),
             "rows_without_output_limit": self.unlimited,
-            "cost_usd": {"min": self.least_usd, "max": self.most_usd},
+            "cost_usd": {"min": self.least_usd, "expected": self.expected_usd, "max": self.most_usd},
             "cost_unknown_rows": sum(self.unpriced.values()),
             "models_without_price": sorted(self.unpriced),
             "duration_s": seconds,
@@ -125,3 +212,11 @@ class _Sums:
         if settings.tpm is not None:
             bounds.append((self.input_tokens / settings.tpm * 60, "tokens per minute"))
         return max(bounds)
+
+
+def _most_output(row: Row) -> int:
+    return UNLIMITED_OUTPUT_TOKENS if row.max_output is None else row.max_output
+
+
+def _expected_output(row: Row) -> int:
+    return _ASSUMED_OUTPUT if row.max_output is None else min(_ASSUMED_OUTPUT, -(-row.max_output // _ASSUMED_SHARE))

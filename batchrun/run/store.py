@@ -488,12 +488,19 @@ class Store(View):
             self._thread = None
 
     def close(self) -> None:
-        """Folds the log back into the file and closes everything."""
+        """Folds the log back into the file and closes everything.
+
+        Raises: BatchrunError(74) if the disk fails only now; what was committed is in the log and safe.
+        """
         self.stop()
         super().close()
-        with contextlib.suppress(sqlite3.Error):
+        try:
             self._write.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-        self._write.close()
+        except sqlite3.Error as error:
+            if self._failure is None:
+                raise _storage_error(error) from error
+        finally:
+            self._write.close()
 
     def salvage(self, operations: Sequence[Operation]) -> bool:
         """Tries once more to keep what a failed commit held back, on a connection of its own, after ``stop``.

@@ -63,7 +63,7 @@ def test_from_the_nth_call_on_that_the_disk_fails_nothing_more_is_sent(
     # Files that are written anew each time (what people read) come last, so every step of a run is among these.
     calls = sum(event[0] == kind[0].upper() for event in events)
     assert calls > 20
-    step = 1 if LONG else {"sync": 4, "write": calls // 5}[kind]
+    step = {"sync": 1, "write": 4}[kind] if LONG else calls // 6
     nth = list(range(1, calls + 1, step))
     with ThreadPoolExecutor(2) as two:
         list(two.map(lambda n: check_fail_stop(shell, server, shim, f"{kind}-{n}", f"{kind}:{n}"), nth))
