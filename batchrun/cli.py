@@ -73,7 +73,7 @@ _FOR_READING = _options("output", but={"progress", "json"})
 
 def _parameter(option: Option) -> inspect.Parameter:
     """Returns the keyword that typer makes the option of. Its text is read later, by ``config.load``."""
-    kind: Any = list[str] if option.field == "params" else str if option.metavar else bool
+    kind: Any = list[str] if option.many or option.field == "params" else str if option.metavar else bool
     name = f"--{option.name}" if option.metavar else f"--{option.name}/--no-{option.name}"
     names = [name, option.short] if option.short else [name]
     info = typer.Option(*names, metavar=option.metavar or None, help=option.help, show_default=False)

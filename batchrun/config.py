@@ -50,7 +50,8 @@ class Settings:
 
     # where
     provider: str | None = None
-    base_url: str | None = None
+    base_urls: tuple[str, ...] = ()
+    """Endpoints of one provider: rows go where there is room."""
     endpoint: Endpoint | None = None
     mode: Literal["auto", "live", "packed", "deferred"] = "auto"
     api_key_env: str | None = None

@@ -259,6 +259,8 @@ def read_value(option: Option, value: object, base: Path, source: str) -> Any:  
             return _table(value) if isinstance(value, Mapping) else _params(_texts(value))
         if not option.metavar:
             return _switch(value)
+        if option.many:
+            return tuple(option.read(text.strip()) for given in _texts(value) for text in given.split(","))
         if option.read_path:
             return option.read_path(_scalar(value), base)
         return option.read(_scalar(value))
@@ -288,6 +290,8 @@ class Option:
     into: str = ""
     """The Settings field where that is not ``key``; dotted into ``price`` and ``sim``."""
     short: str | None = None
+    many: bool = False
+    """May be repeated: a tuple of values; in the environment with commas between, in batchrun.toml as an array."""
 
     @property
     def key(self) -> str:
@@ -309,7 +313,15 @@ _ENDPOINTS = ("chat", "responses", "completions", "embeddings", "messages", "gen
 
 OPTIONS: tuple[Option, ...] = (
     Option("where", "provider", "NAME", "Whom to ask: openai, anthropic and others; sim is simulated.", _text),
-    Option("where", "base-url", "URL", "The API's address, with or without /v1.", _base_url),
+    Option(
+        "where",
+        "base-url",
+        "URL",
+        "The API's address, with or without /v1; repeated: rows go where there is room.",
+        _base_url,
+        into="base_urls",
+        many=True,
+    ),
     Option(
         "where",
         "endpoint",

@@ -49,6 +49,7 @@ def keys_in(data: bytes) -> list[str]:
     """Returns the families whose key is in ``data``."""
     return [family for family, key in KEYS.items() if key.encode() in data]
 
+
 SUMMARY = {
     "job": None,
     "state": None,

@@ -155,8 +155,8 @@ def test_a_file_above_that_belongs_to_somebody_else_is_refused(tmp_path, monkeyp
         monkeypatch.setattr("batchrun.configfile._TRUSTED_OWNERS", frozenset())
     with pytest.raises(BatchrunError, match="belongs to another user"):
         load({}, {}, below)
-    assert load({}, {}, tmp_path)[0].base_url == "https://elsewhere.example"
-    assert load({}, {}, below, tmp_path / "batchrun.toml")[0].base_url == "https://elsewhere.example"
+    assert load({}, {}, tmp_path)[0].base_urls == ("https://elsewhere.example",)
+    assert load({}, {}, below, tmp_path / "batchrun.toml")[0].base_urls == ("https://elsewhere.example",)
 
 
 def test_a_models_profile_wins_over_its_providers(tmp_path):
@@ -177,7 +177,7 @@ def test_a_models_profile_wins_over_its_providers(tmp_path):
         """,
     )
     settings, given = load({"model": "gpt-5-mini"}, {}, tmp_path)
-    assert (settings.rpm, settings.tpm, settings.base_url) == (20, 10, "https://proxy.example/v1")
+    assert (settings.rpm, settings.tpm, settings.base_urls) == (20, 10, ("https://proxy.example/v1",))
     assert settings.price == PriceOverride(input=Decimal("0.250"))
     assert given == {"model"}
     assert load({}, {}, tmp_path)[0].rpm == 10

@@ -76,7 +76,18 @@ def test_a_key_of_any_family_is_left_nowhere_whatever_goes_wrong(shell: Shell, s
     shell.write("in.jsonl", rows)
     shell.env = {"PATH": shell.env["PATH"]} | env
     server.script(fault)
-    command = ["submit", "in.jsonl", "--base-url", server.url, *args, "--max-attempts", "3", "-v", "--log-format", "json"]
+    command = [
+        "submit",
+        "in.jsonl",
+        "--base-url",
+        server.url,
+        *args,
+        "--max-attempts",
+        "3",
+        "-v",
+        "--log-format",
+        "json",
+    ]
     process = shell.start(*command, env={"PYTHONASYNCIODEBUG": "1", "PYTHONDEVMODE": "1"})
     server.wait_for_requests(len(rows))
     time.sleep(0.2)
@@ -134,7 +145,7 @@ def test_a_traceback_shows_no_values(shell: Shell, server: FaultServer):
     (broken / "sitecustomize.py").write_text(
         "from batchrun.providers.openai import OpenAI\n"
         "def encode(self, rows):\n"
-        "    secret = b''.join(bytes(value) for wire in vars(self).values() for _, value in getattr(wire, 'headers', ()))\n"
+        "    secret = [bytes(value) for wire in vars(self).values() for _, value in getattr(wire, 'headers', ())]\n"
         "    raise RuntimeError('broken on purpose')\n"
         "OpenAI.encode = encode\n"
     )

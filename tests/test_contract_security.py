@@ -10,7 +10,8 @@ import pytest
 from markdown_it import MarkdownIt
 
 from tests.faults.server import FaultServer, Reply, error
-from tests.support import KEY, Shell, chat_reply, prompts
+from tests.support import KEY, Shell, chat_reply, parse, prompts
+from tests.test_contract_terminal import on_a_terminal
 
 HOSTILE = (
     "\x1b]0;owned\x07\x1b[2J\x1b[31mred\x9b31m</td><script>alert(1)</script><img src=x onerror=alert(2)>"
@@ -203,6 +204,17 @@ def test_hostile_model_text_is_kept_whole_in_the_results(shell: Shell, server: F
     data = (shell.root / "in.batchrun/results.jsonl").read_bytes()
     assert data.count(b"\n") == len(shell.results()) == 2
     assert b"\x1b" not in data
+
+
+def test_results_on_a_terminal_are_inert_and_say_the_same(shell: Shell, server: FaultServer):
+    hostile_job(shell, server)
+    shell.submit(server).told(1)
+    piped = shell.run("results", "--all").told(0).out
+    code, shown = on_a_terminal(shell, ["results", "--all"])
+    assert code == 0
+    assert CONTROL.findall(shown.replace("\r\n", "\n")) == []
+    assert [parse(line) for line in shown.splitlines()] == [parse(line) for line in piped.splitlines()]
+    assert "\u202e".encode() in piped  # into a file or a pipe go the characters themselves
 
 
 def test_a_job_directory_that_is_a_link_or_someone_elses_file_is_not_written_through(shell: Shell, server: FaultServer):

@@ -12,6 +12,7 @@ import stat
 import subprocess
 import time
 from decimal import Decimal
+from pathlib import Path
 
 import pytest
 
@@ -63,6 +64,68 @@ def test_cron_with_a_bare_environment_another_directory_and_umask_000(shell: She
     assert len(server.requests) == 6
 
 
+README = (Path(__file__).resolve().parent.parent / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_recipe_for_cron_mails_only_on_trouble_and_goes_on_the_next_night(shell: Shell, server: FaultServer):
+    (line,) = re.findall(r"^    15 3 \* \* \* +(.+)$", README, re.MULTILINE)
+    shell.write("today.jsonl", prompts(30))
+    shell.write("key", KEY.encode()).chmod(0o600)
+    (shell.root / "key").rename(shell.root / "key.secret")
+    for old, new in (
+        ("/opt/batchrun/bin/batchrun", COMMAND),
+        ("/srv/labels/key", f"{shell.root}/key.secret"),
+        ("/srv/labels", str(shell.root)),
+        ("--deadline 2h", "--deadline 0.8s"),
+        ("--budget 5", f"--budget 5 --provider openai --base-url {server.url}"),
+    ):
+        assert old in line
+        line = line.replace(old, new)
+
+    def cron() -> subprocess.CompletedProcess[bytes]:
+        # what cron gives: its own shell, hardly any variable, no terminal; and a umask that hides nothing
+        env = {"PATH": "/usr/bin:/bin", "SHELL": "/bin/sh"}
+        ran = subprocess.run(
+            ["/bin/sh", "-c", line], cwd="/", env=env, capture_output=True, umask=0, start_new_session=True, check=False
+        )
+        shell.said += [ran.stdout, ran.stderr]
+        return ran
+
+    server.script(lambda request, n: Reply(delay_s=0.3))
+    first = cron()
+    assert (first.returncode, first.stdout) == (3, b"")
+    assert re.fullmatch(rb"stopped: deadline[^\n]*\n", first.stderr)
+    server.script(lambda request, n: None)
+    second = cron()
+    assert (second.returncode, second.stdout, second.stderr) == (0, b"", b"")
+    assert server.seen == {f"p{n}": 1 for n in range(1, 31)}
+    job = shell.root / "today.batchrun"
+    assert modes(job).pop("today.batchrun") == 0o700
+    assert {mode for name, mode in modes(job).items() if name != "today.batchrun"} == {0o600}
+    third = cron()  # nothing left to do
+    assert (third.returncode, third.stdout, third.stderr) == (0, b"", b"")
+    with (shell.root / "today.jsonl").open("ab") as source:
+        source.write(b'{"id":"new","prompt":"new"}\n')
+    server.script(lambda request, n: error(401, "invalid_api_key", "bad key"))
+    fourth = cron()
+    assert fourth.returncode == 77
+    assert 1 <= len(fourth.stderr.splitlines()) <= 2
+
+
+def test_files_written_by_output_are_private_whatever_the_umask(shell: Shell, server: FaultServer):
+    shell.write("in.jsonl", prompts(2))
+    shell.submit(server, umask=0).told(0)
+    known = shell.write("known.jsonl", b"older")
+    known.chmod(0o644)
+    for args in (["results", "-o", "new.jsonl"], ["results", "-o", "known.jsonl"]):
+        shell.run(*args, umask=0).told(0)
+    for form in ("text", "json", "markdown", "html"):
+        shell.run("report", "--format", form, "-o", f"report.{form}", umask=0).told(0)
+    written = [path for path in shell.root.iterdir() if path.is_file() and path.name != "in.jsonl"]
+    assert len(written) == 6
+    assert {stat.S_IMODE(path.stat().st_mode) for path in written} == {0o600}
+
+
 def test_files_are_private_while_the_run_is_on_and_after_a_kill(shell: Shell, server: FaultServer):
     shell.write("in.jsonl", prompts(5))
     server.script(lambda request, n: Reply(hold=True))
@@ -85,12 +148,14 @@ def test_quiet_says_only_errors_and_json_logs_are_an_object_a_line(shell: Shell,
     server.script(lambda request, n: error(401, "invalid_api_key", "bad key"))
     ran = shell.submit(server, "--job", "q", "-q").told(77)
     assert "401" in ran.err or "key" in ran.err
-    for args, code in (
-        (["--job", "log"], 77),
-        (["--job", "bad", "--limit", "0x"], 2),
-        (["--job", "none", "--base-url", "http://127.0.0.1:9", "--patience", "1s"], 69),
+    for args, url, code in (
+        (["--job", "log"], server.url, 77),
+        (["--job", "bad", "--limit", "0x"], server.url, 2),
+        (["--job", "none", "--patience", "1s"], "http://127.0.0.1:9", 69),
     ):
-        ran = shell.submit(server, *args, "--log-format", "json").told(code)
+        ran = shell.run("submit", "in.jsonl", "--base-url", url, "--model", "m", *args, "--log-format", "json").told(
+            code
+        )
         lines = [json.loads(line) for line in ran.err.splitlines()]
         assert lines, code
         assert all(isinstance(line, dict) for line in lines)

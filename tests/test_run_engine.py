@@ -122,7 +122,7 @@ class Bench:
                 budget=PackBudget(10_000, 50, 1 << 20),
             ),
             schedule=self.schedule,
-            provider=make_provider(resolve("openai", None), KEY),
+            providers=[make_provider(resolve("openai", None), KEY)],
             client=client,
             prices=prices,
             calibration=calibration,

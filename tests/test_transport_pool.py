@@ -281,3 +281,20 @@ def test_a_timeout_that_nobody_names_is_the_default(run, server, monkeypatch):
                 await http.handle_async_request(httpx.Request("GET", server.url))
 
     run(main())
+
+
+def test_idle_connections_of_one_endpoint_make_room_for_another() -> None:
+    async def alternate(one: str, two: str) -> list[int]:
+        client = Client(Http1Transport(limit=3))
+        try:
+            statuses = []
+            for url in (one, two, one, two):
+                request = HttpRequest(f"{url}/v1/chat/completions", (), b'{"messages":[{"content":"x"}]}')
+                answers = await asyncio.gather(*(client.send(request, 5.0) for _ in range(3)))
+                statuses += [getattr(answer, "status", 0) for answer in answers]
+            return statuses
+        finally:
+            await client.aclose()
+
+    with FaultServer() as one, FaultServer() as two:
+        assert asyncio.run(alternate(one.url, two.url)) == [200] * 12

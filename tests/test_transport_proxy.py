@@ -17,7 +17,7 @@ import uvloop
 from batchrun.errors import BatchrunError
 from batchrun.records import Fault, HttpRequest, HttpResponse
 from batchrun.run import proxied, transport
-from batchrun.run.proxied import ProxiedTransport, proxy_for
+from batchrun.run.proxied import EnvironmentTransport, ProxiedTransport, proxy_for
 from batchrun.run.transport import Client
 from tests.faults.server import FaultServer, Reply, error
 from tests.support import KEY, Shell, prompts
@@ -268,6 +268,24 @@ def test_the_environment_says_which_proxy(monkeypatch, environ, url, expected):
         monkeypatch.setenv(name, value)
     proxy = proxy_for(url, allow_http=True)
     assert (proxy and proxy.url.netloc.decode()) == expected
+
+
+def test_each_of_several_servers_is_reached_in_its_own_way(monkeypatch, secure, proxy):
+    monkeypatch.setenv("HTTPS_PROXY", proxy.url)
+    with FaultServer() as direct:
+
+        async def main() -> list[HttpResponse | Fault]:
+            transport = EnvironmentTransport([secure.url, direct.url], allow_http=False, limit=2)
+            assert transport.proxies == [f"127.0.0.1:{proxy.port}"]
+            client = Client(transport)
+            results = [
+                await client.send(HttpRequest(f"{url}/v1/x", HEADERS, CHAT), 5.0) for url in (secure.url, direct.url)
+            ]
+            await client.aclose()
+            return results
+
+        assert [result.status for result in asyncio.run(main())] == [200, 200]
+        assert (len(secure.requests), len(direct.requests), len(proxy.heads)) == (1, 1, 1)
 
 
 def test_plain_http_to_this_machine_goes_to_no_proxy_unless_http_is_allowed(monkeypatch):

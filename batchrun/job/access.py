@@ -15,7 +15,7 @@ from batchrun.intake.shapes import Shaper, Shaping
 from batchrun.providers.presets import PRESETS, Preset, resolve
 from batchrun.report.prices import PriceBook
 
-__all__ = ["key_for", "preset_for", "prices_for", "shaper_for"]
+__all__ = ["endpoints_for", "key_for", "preset_for", "prices_for", "shaper_for"]
 
 _SIM_PRICE = PriceOverride(Decimal("0.15"), Decimal("0.60"))
 """What the simulator pretends to charge, so that costs and budgets can be tried: a small model's list price."""
@@ -26,8 +26,8 @@ _LONGEST_KEY = 64 * 1024
 
 def preset_for(settings: Settings, environ: Mapping[str, str], *, need_key: bool = True) -> Preset:
     """Returns where to send. With nothing named, whichever provider's key is set."""
-    if settings.provider is not None or settings.base_url is not None:
-        return resolve(settings.provider, settings.base_url, allow_http=settings.allow_http)
+    if settings.provider is not None or settings.base_urls:
+        return endpoints_for(settings)[0]
     if settings.api_key_env is not None or settings.api_key_file is not None:
         return resolve("openai", None)
     for name in ("openai", "anthropic"):
@@ -40,6 +40,17 @@ def preset_for(settings: Settings, environ: Mapping[str, str], *, need_key: bool
         hint="set OPENAI_API_KEY (or name another with --provider), or try it now with --provider sim",
         exit_code=Exit.CONFIGURATION,
     )
+
+
+def endpoints_for(settings: Settings) -> list[Preset]:
+    """Returns every endpoint that was named: one provider, at each of its addresses. Raises: BatchrunError(2)."""
+    found = [resolve(settings.provider, url, allow_http=settings.allow_http) for url in settings.base_urls or (None,)]
+    if len({preset.name for preset in found}) > 1:
+        raise BatchrunError(
+            "the --base-url addresses belong to different providers",
+            hint="one job has one provider and one key; name it with --provider if they all speak like it",
+        )
+    return found
 
 
 def key_for(preset: Preset, settings: Settings, environ: Mapping[str, str]) -> str | None:
@@ -106,4 +117,6 @@ def prices_for(preset: Preset, settings: Settings) -> PriceBook:
     own = settings.price
     if preset.name == "sim" and own == PriceOverride():
         own = _SIM_PRICE
-    return PriceBook(own, settings.prices, provider=preset.name, base_url=settings.base_url, at=datetime.now(UTC))
+    return PriceBook(
+        own, settings.prices, provider=preset.name, base_url=next(iter(settings.base_urls), None), at=datetime.now(UTC)
+    )

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from batchrun.config import CONTENT, Settings, overlay
 from batchrun.errors import BatchrunError, Exit
-from batchrun.job.access import key_for, preset_for, shaper_for
+from batchrun.job.access import endpoints_for, key_for, preset_for, shaper_for
 from batchrun.job.locate import job_directory
 from batchrun.job.pinning import SPOOL, open_any, pin, readable
 from batchrun.job.running import Outcome, Run
@@ -118,12 +118,13 @@ def _run(
         )
     preset = preset_for(settings, environ)
     key = key_for(preset, settings, environ)
-    if settings.provider is None and settings.base_url is None:
+    if settings.provider is None and not settings.base_urls:
         settings = replace(settings, provider=preset.name)  # a resume must not depend on which keys are set then
     if settings.proxy_env and preset.name != "sim":
         from batchrun.run.proxied import proxy_for
 
-        proxy_for(preset.base_url, allow_http=settings.allow_http)  # what cannot be used is told before a job is made
+        for endpoint in endpoints_for(settings):  # what cannot be used is told before a job is made
+            proxy_for(endpoint.base_url, allow_http=settings.allow_http)
     shaper = shaper_for(preset, settings)
     tally = Tally()
     with _opened(job, tally) as store:

@@ -18,7 +18,7 @@ from batchrun.config import Settings
 from batchrun.errors import BatchrunError, Exit
 from batchrun.intake.shapes import Shaper
 from batchrun.intake.tokens import Calibration, TokenCounter
-from batchrun.job.access import prices_for
+from batchrun.job.access import endpoints_for, prices_for
 from batchrun.job.pinning import input_of
 from batchrun.job.settings import to_json
 from batchrun.job.standing import project, stand
@@ -209,7 +209,7 @@ class Run:
                 reader=self.reader,
                 batches=batches,
                 schedule=Schedule(flow, random.Random(), time.monotonic(), worst),  # noqa: S311 - jitter
-                provider=make_provider(self.preset, self.key),
+                providers=[make_provider(endpoint, self.key) for endpoint in endpoints_for(settings)],
                 client=self._client(flow.concurrency or flow.max_concurrency),
                 prices=self.prices,
                 calibration=calibration,
@@ -250,13 +250,15 @@ class Run:
         if self.preset.name == "sim":
             return Client(SimTransport(self.settings.sim))
         if self.settings.proxy_env:
-            from batchrun.run.proxied import ProxiedTransport, proxy_for
+            from batchrun.run.proxied import EnvironmentTransport
 
-            if proxy := proxy_for(self.preset.base_url, allow_http=self.settings.allow_http):
-                at = proxy.url.netloc.decode("ascii")
+            urls = [endpoint.base_url for endpoint in endpoints_for(self.settings)]
+            transport = EnvironmentTransport(urls, allow_http=self.settings.allow_http, limit=limit)
+            if at := ", ".join(dict.fromkeys(transport.proxies)):
                 self.console.notice(f"by way of the proxy {at}: slower than directly with many requests in flight")
-                return Client(ProxiedTransport(proxy, limit=limit))
-            self.console.notice("--proxy-env: no proxy of the environment is for this address; going directly")
+            else:
+                self.console.notice("--proxy-env: no proxy of the environment is for this address; going directly")
+            return Client(transport)
         return Client(Http1Transport(limit=limit))
 
     def _flow(self) -> Flow:
@@ -283,6 +285,7 @@ class Run:
             max_failure_share=float(failures[:-1]) / 100 if failures is not None and share else None,
             total=self.total,
             counts_max_tokens=self.preset.counts_max_tokens,
+            origins=max(1, len(settings.base_urls)),
         )
 
     # ------------------------------------------------------------ the end

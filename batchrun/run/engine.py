@@ -11,7 +11,7 @@ import asyncio
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Protocol
@@ -111,8 +111,9 @@ class Counters:
 class Engine:
     """Runs the pending rows of one job to the end, or to a stop.
 
-    ``batches`` yields what to send and may block: it is advanced on a thread. ``secret`` is the key, taken out of
-    whatever is written. Returns from ``run`` only when nothing is in flight and all that came back is durable.
+    ``providers`` is one codec per endpoint, by the schedule's number for it. ``batches`` yields what to send and may
+    block: it is advanced on a thread. ``secret`` is the key, taken out of whatever is written. Returns from ``run``
+    only when nothing is in flight and all that came back is durable.
     """
 
     def __init__(
@@ -122,7 +123,7 @@ class Engine:
         reader: RowReader,
         batches: Iterator[Prepared],
         schedule: Schedule,
-        provider: Provider,
+        providers: Sequence[Provider],
         client: Client,
         prices: Prices,
         calibration: Calibration,
@@ -141,7 +142,7 @@ class Engine:
         self._reader = reader
         self._batches = batches
         self._schedule = schedule
-        self._provider = provider
+        self._providers = providers
         self._client = client
         self._prices = prices
         self._calibration = calibration
@@ -155,7 +156,7 @@ class Engine:
         self._redactor = Redactor(secret)
         self._clock = clock
         self._wall = wall
-        self._parked: list[asyncio.Future[Call]] = []
+        self._parked: list[asyncio.Future[Send]] = []
         self._timer: asyncio.TimerHandle | None = None
         self._grace: asyncio.TimerHandle | None = None
         self._commits: set[asyncio.Future[None]] = set()
@@ -252,7 +253,7 @@ class Engine:
                 self._fail(error)
                 return
             if isinstance(decision, Send):
-                self._hand_out(decision.call)
+                self._hand_out(decision)
                 continue
             if isinstance(decision, Sleep):
                 self._wake_at(now, decision.until)
@@ -273,27 +274,27 @@ class Engine:
             self._timer.cancel()
         self._timer = self._loop.call_later(max(0.0, until - now), self._pump)
 
-    def _hand_out(self, call: Call) -> None:
+    def _hand_out(self, send: Send) -> None:
         if self._parked:
-            self._parked.pop().set_result(call)
+            self._parked.pop().set_result(send)
         else:
-            self._tasks.start_soon(self._work, call)
+            self._tasks.start_soon(self._work, send)
 
-    async def _work(self, call: Call) -> None:
+    async def _work(self, send: Send) -> None:
         """A worker: serves calls one after the other for as long as the run lasts."""
         while True:
             try:
-                await self._serve(call)
+                await self._serve(send.call, self._providers[send.origin])
             except Exception as error:  # noqa: BLE001 - a defect: what others have in flight has been paid for
                 self._break(error)
-            place: asyncio.Future[Call] = self._loop.create_future()
+            place: asyncio.Future[Send] = self._loop.create_future()
             self._parked.append(place)
             self._pump()
-            call = await place
+            send = await place
 
-    async def _serve(self, call: Call) -> None:
+    async def _serve(self, call: Call, provider: Provider) -> None:
         try:
-            request = self._provider.encode(call.rows)
+            request = provider.encode(call.rows)
         except Exception:
             self._schedule.release(self._clock(), call)
             raise
@@ -307,8 +308,8 @@ class Engine:
             if isinstance(answer, Fault):
                 result: Reply | Fault = self._redactor.fault(answer)
             else:
-                result = self._provider.decode(call.rows, self._redactor.response(answer))
-            adapted = isinstance(result, Fault) and self._provider.adapt(call.rows, result)
+                result = provider.decode(call.rows, self._redactor.response(answer))
+            adapted = isinstance(result, Fault) and provider.adapt(call.rows, result)
             costs = self._costs(call, result)
         except Exception:
             unread = Fault("garbled", "batchrun could not read the reply", maybe_processed=True)

@@ -10,15 +10,15 @@ import asyncio
 import contextlib
 import ssl
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import httpx
 
 from batchrun.errors import BatchrunError
 from batchrun.run.http1 import ERROR_BODY_S, MAX_ERROR_BYTES, MAX_REPLY_BYTES, Decoder
-from batchrun.run.transport import CONNECT_S, DEFAULT_S, IDLE_S, connect_error, tls_context
+from batchrun.run.transport import CONNECT_S, DEFAULT_S, IDLE_S, Http1Transport, connect_error, tls_context
 
-__all__ = ["ProxiedTransport", "proxy_for"]
+__all__ = ["EnvironmentTransport", "ProxiedTransport", "proxy_for"]
 
 
 def proxy_for(url: str, *, allow_http: bool) -> httpx.Proxy | None:
@@ -45,6 +45,32 @@ def proxy_for(url: str, *, allow_http: bool) -> httpx.Proxy | None:
     if proxy.url.scheme == "https":
         proxy = httpx.Proxy(proxy.url, auth=proxy.auth, ssl_context=tls_context())
     return proxy
+
+
+class EnvironmentTransport(httpx.AsyncBaseTransport):
+    """Sends to each of ``urls`` through the proxy that the environment means for it, or directly.
+
+    ``proxies`` are those in use, as host and port. Raises what ``proxy_for`` raises.
+    """
+
+    def __init__(self, urls: Iterable[str], *, allow_http: bool, limit: int) -> None:
+        self._direct = Http1Transport(limit=limit)
+        self._proxied: dict[tuple[str, bytes], ProxiedTransport] = {}
+        self.proxies: list[str] = []
+        for url in map(httpx.URL, urls):
+            if proxy := proxy_for(str(url), allow_http=allow_http):
+                self._proxied[url.scheme, url.netloc] = ProxiedTransport(proxy, limit=limit)
+                self.proxies.append(proxy.url.netloc.decode("ascii"))
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        """Makes one attempt."""
+        transport = self._proxied.get((request.url.scheme, request.url.netloc), self._direct)
+        return await transport.handle_async_request(request)
+
+    async def aclose(self) -> None:
+        """Closes every connection."""
+        for transport in (self._direct, *self._proxied.values()):
+            await transport.aclose()
 
 
 class ProxiedTransport(httpx.AsyncBaseTransport):

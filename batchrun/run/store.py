@@ -396,8 +396,9 @@ class Store(View):
                 private_file(path).close()
                 reached("create")
             self._write = sqlite3.connect(path, isolation_level=None, check_same_thread=False, cached_statements=256)
+            if self._write.execute("PRAGMA journal_mode=WAL").fetchone()[0] != "wal":  # how SQLite says that it failed
+                raise sqlite3.OperationalError(f"no write-ahead log can be made for {path}")
             for pragma in (
-                "journal_mode=WAL",
                 "synchronous=FULL",
                 "wal_autocheckpoint=4000",
                 "cache_size=-16000",

@@ -187,6 +187,14 @@ class Http1Transport(httpx.AsyncBaseTransport):
             connection.close()
         return None
 
+    def _close_an_idle_one(self) -> bool:
+        """Makes room: connections that another endpoint needs no more must not keep this one waiting."""
+        for idle in self._idle.values():
+            if idle:
+                idle.popleft().close()
+                return True
+        return False
+
     def _closed(self, connection: Connection) -> None:
         self._open.discard(connection)
 
@@ -200,7 +208,8 @@ class Http1Transport(httpx.AsyncBaseTransport):
     async def _connect(self, loop: asyncio.AbstractEventLoop, origin: Origin, timeout_s: float) -> Connection:
         """Returns a new connection, which counts towards the limit from the moment that it is begun."""
         secure, host, port = origin
-        if self._limit is not None and len(self._open) + self._connecting >= self._limit:
+        full = self._limit is not None and len(self._open) + self._connecting >= self._limit
+        if full and not self._close_an_idle_one():
             raise httpx.PoolTimeout(f"all {self._limit} connections are in use")
         tls = self._tls_context() if secure else None
         self._connecting += 1

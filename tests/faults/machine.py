@@ -26,9 +26,11 @@ from tests.support import Shell
 __all__ = [
     "LONG",
     "Ext4",
+    "MemoryGroup",
     "Standing",
     "build_shim",
     "check_whole",
+    "grow",
     "in_memory",
     "kill_at_request",
     "look",
@@ -207,3 +209,42 @@ class Ext4:
         assert _run("umount", self.at), "something still holds the disk"
         _run("e2fsck", "-p", self._image)
         assert self._mount()
+
+
+class MemoryGroup:
+    """A control group whose processes the kernel kills when they use more memory than they may."""
+
+    def __init__(self, name: str) -> None:
+        first, second = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
+        old = (first / "cgroup.procs").exists()
+        self._at = (first if old else second) / name
+        self._limit = self._at / ("memory.limit_in_bytes" if old else "memory.max")
+        self._usage = self._at / ("memory.usage_in_bytes" if old else "memory.current")
+
+    def __enter__(self) -> MemoryGroup:
+        if os.geteuid() != 0 or not sys.platform.startswith("linux"):
+            pytest.skip("needs Linux and root to make a control group")
+        try:
+            self._at.mkdir()
+        except OSError as error:
+            pytest.skip(f"control groups cannot be made here: {error}")
+        if not self._limit.exists():
+            self._at.rmdir()
+            pytest.skip("the memory controller is not on here")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with suppress(OSError):
+            self._at.rmdir()
+
+    def take(self, pid: int) -> None:
+        """Counts a process's memory, from now on, here."""
+        (self._at / "cgroup.procs").write_text(str(pid))
+
+    def used(self) -> int:
+        """Bytes in use."""
+        return int(self._usage.read_text())
+
+    def allow(self, size: int) -> None:
+        """Has the kernel kill what would use more bytes."""
+        self._limit.write_text(str(size))

@@ -2,7 +2,7 @@
  *
  * SHIM_UNDER  a directory: only calls on files under it count
  * SHIM_FAIL   sync:N or write:N, the N-th such call and all later ones fail with EIO; :once, that one only
- * SHIM_LOG    a file that gets a line for each event, in order: "P" a POST goes to a socket, "X" a call was failed,
+ * SHIM_LOG    a file that gets a line for each event, in order: "P" a POST goes to a socket, "X path" a call was failed,
  *             "S path" a file was synced, "T path size" was cut, "W path offset length" was written; with SHIM_DATA
  *             set, the bytes follow that line
  */
@@ -62,12 +62,14 @@ static int counts(int fd, char path[PATH_MAX]) {
     return !strncmp(path, under, strlen(under));
 }
 
-static int fails(int kind, long *count) {
+static int fails(int kind, long *count, const char *path) {
+    char line[PATH_MAX + 8];
     pthread_mutex_lock(&mutex);
     long n = ++*count;
     pthread_mutex_unlock(&mutex);
     if (!kind || (once ? n != fail_at : n < fail_at)) return 0;
-    say("X\n", NULL, 0);
+    snprintf(line, sizeof line, "X %s\n", path);
+    say(line, NULL, 0);
     errno = EIO;
     return 1;
 }
@@ -82,7 +84,7 @@ static void note_write(const char *path, off_t offset, const void *data, ssize_t
 static int synced(int fd, int (*real)(int)) {
     char path[PATH_MAX], line[PATH_MAX + 8];
     if (!counts(fd, path)) return real(fd);
-    if (fails(fails_syncs, &syncs)) return -1;
+    if (fails(fails_syncs, &syncs, path)) return -1;
     int result = real(fd);
     snprintf(line, sizeof line, "S %s\n", path);
     if (!result) say(line, NULL, 0);
@@ -101,7 +103,7 @@ ssize_t write(int fd, const void *data, size_t size) {
     char path[PATH_MAX];
     note_post(fd, data, size);
     if (!counts(fd, path)) return REAL(write)(fd, data, size);
-    if (fails(fails_writes, &writes)) return -1;
+    if (fails(fails_writes, &writes, path)) return -1;
     off_t offset = lseek(fd, 0, SEEK_CUR);
     ssize_t result = REAL(write)(fd, data, size);
     note_write(path, offset, data, result);
@@ -112,7 +114,7 @@ static ssize_t placed(int fd, const void *data, size_t size, off_t offset,
                       ssize_t (*real)(int, const void *, size_t, off_t)) {
     char path[PATH_MAX];
     if (!counts(fd, path)) return real(fd, data, size, offset);
-    if (fails(fails_writes, &writes)) return -1;
+    if (fails(fails_writes, &writes, path)) return -1;
     ssize_t result = real(fd, data, size, offset);
     note_write(path, offset, data, result);
     return result;
