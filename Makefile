@@ -12,7 +12,7 @@ DEMO := build/demo
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo test check kinds lock bench bench-flow bench-packing clean
+.PHONY: help demo test check kinds lock bench bench-flow bench-flow-live bench-packing clean
 
 help:
 	@echo "make demo            run a job against a simulated provider: progress, rate limits, a report"
@@ -22,6 +22,7 @@ help:
 	@echo "make lock            refresh $(LOCK) within pyproject.toml's ranges"
 	@echo "make bench           throughput, CPU and memory beside other clients"
 	@echo "make bench-flow      flow control against models of servers"
+	@echo "make bench-flow-live the same over real sockets, for ten minutes"
 	@echo "make bench-packing   the packer: fill, speed, memory"
 	@echo "make clean           remove .venv, caches and build/"
 
@@ -86,6 +87,9 @@ bench: $(PEERS)
 
 bench-flow: $(DEV)
 	$(BIN)/python tests/bench/flow.py
+
+bench-flow-live: $(DEV)
+	$(BIN)/python tests/bench/flow_live.py
 
 bench-packing: $(DEV)
 	$(BIN)/python tests/bench/packing.py

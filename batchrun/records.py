@@ -204,6 +204,9 @@ class Fault:
     """At most 2 KB of what the server said."""
 
 
+MAYBE_PROCESSED_STATUSES = frozenset({408, 409, 500, 502, 504})
+"""Errors behind which a server may have worked all the same; others of the kind ``overloaded`` are refusals."""
+
 # ---------------------------------------------------------------- kept: the store's operations
 
 
@@ -249,6 +252,13 @@ class Returned:
     """Reservation that stays spent because the send may have been billed; 0 where it was not processed."""
     model: str
     at: float
+
+    @property
+    def refused(self) -> bool:
+        """Whether the server answered that it did not process the call (429, 503 and their kin)."""
+        if self.kind == "overloaded":
+            return self.status is not None and self.status not in MAYBE_PROCESSED_STATUSES
+        return self.kind == "rate_limited"
 
 
 @dataclass(frozen=True, slots=True)

@@ -239,11 +239,11 @@ class Run:
 
         gc.freeze()  # what was imported lives on: spare the collector walking it
         try:
-            return anyio.run(run, backend="asyncio", backend_options={"use_uvloop": True})
+            stop = anyio.run(run, backend="asyncio", backend_options={"use_uvloop": True})
         finally:
             gc.unfreeze()
-            with contextlib.suppress(BatchrunError):
-                self.store.put(calibration=calibration.dump())
+        self.store.put(calibration=calibration.dump())
+        return stop
 
     def _client(self, limit: int) -> Client:
         """Returns how requests travel: to nobody, directly, or through the proxy that was asked for."""

@@ -43,8 +43,6 @@ _MONEY = Context(prec=100)
 """Wide enough that no sum of prices is ever rounded; the default 28 digits would round one."""
 _NOTHING = Decimal(0)
 
-_MAYBE_PROCESSED_STATUSES = frozenset({408, 409, 500, 502, 504})
-
 
 class ModelTally:
     """What one model used and cost. Tokens and costs of failed sends are in here too, their rows are not."""
@@ -184,11 +182,7 @@ class Tally:
 
     def _returned(self, returned: Returned) -> None:
         self._seen(returned.at)
-        if returned.kind == "rate_limited" or (
-            returned.kind == "overloaded"
-            and returned.status is not None
-            and returned.status not in _MAYBE_PROCESSED_STATUSES
-        ):
+        if returned.refused:
             self.refused += 1
         self._fault(returned.kind, returned.code, returned.status, returned.line, returned.detail)
         self._waste(returned.model, returned.usage, returned.cost_usd, returned.lost_usd)

@@ -99,7 +99,7 @@ class Counters:
             else:
                 self.failed += 1
         elif isinstance(operation, Returned):
-            self.refused += operation.status is not None and operation.kind in ("rate_limited", "overloaded")
+            self.refused += operation.refused
         else:
             return
         if operation.cost_usd is not None:

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import pytest
 
@@ -136,9 +137,9 @@ def tmpfs(at: Path, kib: int) -> Iterator[Path]:
         yield disk
 
 
-def grow(at: Path) -> None:
+def grow(at: Path, mib: int = 64) -> None:
     """Gives a small file system room."""
-    assert _run("mount", "-o", "remount,size=64m", at)
+    assert _run("mount", "-o", f"remount,size={mib}m", at)
 
 
 def in_memory() -> Path:
@@ -161,7 +162,7 @@ class Ext4:
         self.at = directory / "disk"
         self._mib = mib
 
-    def __enter__(self) -> Ext4:
+    def __enter__(self) -> Self:
         if os.geteuid() != 0 or not sys.platform.startswith("linux"):
             pytest.skip("needs Linux and root to mount an ext4 of its own")
         with self._image.open("wb") as image:
@@ -221,7 +222,7 @@ class MemoryGroup:
         self._limit = self._at / ("memory.limit_in_bytes" if old else "memory.max")
         self._usage = self._at / ("memory.usage_in_bytes" if old else "memory.current")
 
-    def __enter__(self) -> MemoryGroup:
+    def __enter__(self) -> Self:
         if os.geteuid() != 0 or not sys.platform.startswith("linux"):
             pytest.skip("needs Linux and root to make a control group")
         try:

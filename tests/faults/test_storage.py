@@ -70,9 +70,7 @@ def test_from_the_nth_call_on_that_the_disk_fails_nothing_more_is_sent(
     step = {"sync": 1, "write": 4}[what] if LONG else calls // 5
     fails = [":".join(filter(None, (what, str(n), once))) for n in range(1, calls, step)]
     with ThreadPoolExecutor(2) as two:
-        noticed = list(
-            two.map(lambda fail: check_fail_stop(shell, server, shim, fail.replace(":", "-"), fail), fails)
-        )
+        noticed = list(two.map(lambda fail: check_fail_stop(shell, server, shim, fail.replace(":", "-"), fail), fails))
     assert sum(noticed) >= len(noticed) / 2
     print(f"{kind}: {len(fails)} of {calls} places; exit 74 and no send after it at {sum(noticed)}")
 
@@ -123,7 +121,7 @@ def test_a_disk_too_full_for_the_results_file_keeps_every_answer(
         return chat_reply(f"echo:{request.text}", refusal="x" * size)
 
     server.script(script)
-    grow(small)
+    grow(small, mib=16)
     check_full(shell, server, small, rows)
     assert len(server.requests) == rows
 
