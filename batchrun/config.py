@@ -54,6 +54,8 @@ class Settings:
     """Endpoints of one provider: rows go where there is room."""
     endpoint: Endpoint | None = None
     mode: Literal["auto", "live", "packed", "deferred"] = "auto"
+    packing: str | None = None
+    """The shape in which rows share a call; None: the endpoint's usual one."""
     api_key_env: str | None = None
     api_key_file: Path | None = None
     allow_http: bool = False
@@ -71,9 +73,10 @@ class Settings:
     params: Mapping[str, str] = field(default_factory=dict)
     """Request parameter → raw JSON."""
     # batches
-    batch_tokens: int = 100_000
-    batch_rows: int = 1_000
-    batch_bytes: int = 16 * 1024 * 1024
+    batch_tokens: int | None = None
+    """None, here and below: what the way of travelling allows."""
+    batch_rows: int | None = None
+    batch_bytes: int | None = None
     # flow
     max_concurrency: int = 256
     concurrency: int | None = None

@@ -150,9 +150,9 @@ def _template(text: str, base: Path) -> str:
 
 
 def _mode(text: str) -> str:
-    if text in {"packed", "deferred"}:
-        raise BatchrunError(f"`{text}` is not there yet", hint="leave --mode out: rows are sent live, one request each")
-    return _one_of("auto", "live")(text)
+    if text == "deferred":
+        raise BatchrunError(f"`{text}` is not there yet", hint="use --mode auto, live or packed")
+    return _one_of("auto", "live", "packed")(text)
 
 
 def _one_of(*choices: str) -> Callable[[str], str]:
@@ -310,6 +310,7 @@ class Option:
 
 
 _ENDPOINTS = ("chat", "responses", "completions", "embeddings", "messages", "generate")
+_PACKINGS = ("embeddings", "completions", "vllm-chat", "gateway-batch", "gateway-chat")
 
 OPTIONS: tuple[Option, ...] = (
     Option("where", "provider", "NAME", "Whom to ask: openai, anthropic and others; sim is simulated.", _text),
@@ -333,8 +334,15 @@ OPTIONS: tuple[Option, ...] = (
         "where",
         "mode",
         "auto|live|packed|deferred",
-        "How rows travel; packed and deferred are not there yet.",
+        "One row per call (live) or many (packed); auto packs where that is known to work. deferred is not there yet.",
         _mode,
+    ),
+    Option(
+        "where",
+        "packing",
+        "|".join(_PACKINGS),
+        "In which shape rows share a call, where the provider does not tell.",
+        _one_of(*_PACKINGS),
     ),
     Option("where", "api-key-env", "NAME", "The environment variable that holds the key.", _variable),
     Option(
@@ -358,9 +366,15 @@ OPTIONS: tuple[Option, ...] = (
     Option("what", "max-tokens", "N", "Output tokens that a row may use at most.", _positive),
     Option("what", "temperature", "X", "Sampling temperature.", _temperature),
     Option("what", "param", "KEY=JSON", "Any other request parameter; may be repeated.", into="params"),
-    Option("batches", "batch-tokens", "N", "Tokens in a batch: prompts and reserved output. [100000]", _positive),
-    Option("batches", "batch-rows", "N", "Rows in a batch. [1000]", _positive),
-    Option("batches", "batch-bytes", "N", "Bytes in a batch. [16777216]", _positive),
+    Option(
+        "batches",
+        "batch-tokens",
+        "N",
+        "Tokens in a batch: prompts and reserved output. [100000; packed: what the endpoint takes]",
+        _positive,
+    ),
+    Option("batches", "batch-rows", "N", "Rows in a batch. [1000; packed: what the endpoint takes]", _positive),
+    Option("batches", "batch-bytes", "N", "Bytes in a batch. [16777216; packed: what the endpoint takes]", _positive),
     Option("flow", "max-concurrency", "N", "Ceiling; what works below it is found out. [256]", _positive),
     Option("flow", "concurrency", "N", "Exactly so many requests at a time, not adapted.", _positive),
     Option("flow", "rpm", "N", "Requests per minute at most.", _positive),

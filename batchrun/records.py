@@ -231,6 +231,8 @@ class Sent:
     reserved_usd: Decimal
     at: float
     custom_id: str
+    counts: bool = True
+    """Whether it stands for its request: true of one row of each call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,6 +254,8 @@ class Returned:
     """Reservation that stays spent because the send may have been billed; 0 where it was not processed."""
     model: str
     at: float
+    counts: bool = True
+    """Whether it stands for its request: true of one row of each call."""
 
     @property
     def refused(self) -> bool:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from tests.faults.server import FaultServer, Reply, Request
 
@@ -47,7 +48,7 @@ KEYS = {
 
 def keys_in(data: bytes) -> list[str]:
     """Returns the families whose key is in ``data``."""
-    return [family for family, key in KEYS.items() if key.encode() in data]
+    return [family for family, key in KEYS.items() if key.encode() in data or quote(key, safe="").encode() in data]
 
 
 SUMMARY = {

@@ -9,6 +9,7 @@ from batchrun import cli
 from batchrun.config import load
 from batchrun.errors import Exit
 from batchrun.options import OPTIONS
+from tests.test_kinds import exists
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
@@ -49,6 +50,17 @@ def test_the_readme_names_every_option_and_exit_code():
     assert {f"--{option.name}" for option in OPTIONS if option.name not in short} <= named
     codes = {int(code) for row in re.findall(r"^\| ([0-9, ]+) \|", README, re.MULTILINE) for code in row.split(",")}
     assert codes == {int(code) for code in Exit} | {cli.SIGPIPE}
+
+
+def test_every_promise_of_the_readme_names_tests_that_exist():
+    promises = README.partition("## What it promises")[2].partition("\n## ")[0]
+    items = re.split(r"^(?=\d+\. )", promises, flags=re.MULTILINE)[1:]
+    assert [int(item.split(".")[0]) for item in items] == list(range(1, 12))
+    for item in items:
+        named = re.findall(r"\[`(test_\w+)`\]\(tests/([\w/]+\.py)\)", item)
+        assert named, item
+        assert [(name, file) for name, file in named if not exists(f"{file}::{name}")] == []
+    assert README.count("](tests/") == sum(item.count("](tests/") for item in items)
 
 
 def test_the_commands_of_the_readme_use_known_options():

@@ -43,15 +43,6 @@ def test_no_body_whatever_its_size_or_depth_costs_more_than_its_own_attempt(shel
     assert len(ran.err) < 20_000
 
 
-def test_a_dripping_and_a_silent_reply_end_at_the_total_deadline(shell: Shell, server: FaultServer):
-    shell.write("in.jsonl", [{"id": name, "prompt": name} for name in ("drip", "silent", "fine")])
-    slow = {"drip": Reply(drip_s=0.05), "silent": Reply(raw=b"", end="hang")}
-    server.script(lambda request, n: slow.get(request.text) if request.repeat == 1 else None)
-    shell.submit(server, "--timeout", "0.5").told(0)
-    assert server.seen == {"drip": 2, "silent": 2, "fine": 1}
-    assert [(row["custom_id"], row["attempts"]) for row in shell.results()] == [("drip", 2), ("silent", 2), ("fine", 1)]
-
-
 def test_a_limit_on_open_files_lowers_the_concurrency_with_a_notice(shell: Shell, server: FaultServer):
     shell.write("in.jsonl", prompts(60))
     server.delay_s = 0.05
@@ -65,15 +56,6 @@ def test_a_limit_on_open_files_lowers_the_concurrency_with_a_notice(shell: Shell
     assert "open files" in ran.err
     assert 1 <= server.max_in_flight < 40
     assert server.connections <= server.max_in_flight
-
-
-def test_a_row_that_the_server_finds_too_large_is_settled_as_that_and_the_rest_runs(shell: Shell, server: FaultServer):
-    shell.write("in.jsonl", prompts(3))
-    server.script(lambda request, n: error(413, None, "Request Entity Too Large") if request.text == "p2" else None)
-    shell.submit(server).told(1)
-    (row,) = shell.errors()
-    assert (row["custom_id"], row["error"]["kind"], row["attempts"]) == ("r2", "too_large", 1)
-    assert server.seen == {"p1": 1, "p2": 1, "p3": 1}
 
 
 # ---------------------------------------------------------------- rows
@@ -175,6 +157,26 @@ def test_a_child_of_a_dead_run_holds_its_lock_no_longer(tmp_path: Path):
             lock.release()
         finally:
             os.kill(child, signal.SIGKILL)
+
+
+def test_a_wall_clock_that_steps_back_and_forth_changes_nothing(shell: Shell, server: FaultServer):
+    shell.write("in.jsonl", prompts(60))
+    jumpy = shell.root / "jumpy"
+    jumpy.mkdir()
+    (jumpy / "sitecustomize.py").write_text(
+        "import itertools, time\n"
+        "real, steps = time.time, itertools.cycle([86_400.0, -86_400.0, 0.0])\n"
+        "time.time = lambda: real() + next(steps)\n"
+    )
+    server.script(lambda request, n: error(429, "rate_limit_exceeded", retry_after="0.2") if n in {3, 9} else None)
+    args = ["--deadline", "1h", "--concurrency", "5", "--rpm", "60000"]
+    ran = shell.submit(server, *args, env={"PYTHONPATH": str(jumpy)}).told(0)
+    assert ran.rows["succeeded"] == 60
+    assert server.seen.total() == 62
+    assert 0 < ran.summary["elapsed_s"] < 60
+    assert 0 <= ran.summary["latency_s"]["max"] < 60
+    assert all(row["latency_s"] < 60 for row in shell.results())
+    shell.run("report", env={"PYTHONPATH": str(jumpy)}).told(0)
 
 
 def peak_kib(process_id: int) -> int:

@@ -8,6 +8,7 @@ import signal
 import time
 from dataclasses import replace
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 
@@ -38,7 +39,15 @@ def spelled(key: str) -> str:
 def fault(request: Request, n: int) -> Reply | None:  # noqa: PLR0911 - a return for each fault
     """Plays the fault that the row's text names; the second time the row is answered."""
     key = echo(request)
-    shaped = {"error": {"message": f"key {key}", "type": key, "code": key, "status": key, "details": [{key: key}]}}
+    shaped = {
+        "error": {
+            "message": f"key {key}, see https://elsewhere.invalid/?key={quote(key, safe='')}",
+            "type": key,
+            "code": key,
+            "status": key,
+            "details": [{key: key}],
+        }
+    }
     headers = {"x-request-id": key, "request-id": key, "x-echo": key, "retry-after": key}
     match request.text.split()[0]:
         case "400":

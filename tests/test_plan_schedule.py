@@ -738,3 +738,21 @@ def test_one_answer_ends_the_count_of_unreachable_seconds() -> None:
     assert play.schedule.stop is None
     play.end(first)
     assert play.schedule.stop is None
+
+
+def test_a_packed_call_that_cannot_go_is_asked_row_by_row_and_no_send_is_counted() -> None:
+    play = Play(Flow(concurrency=1))
+    play.offer(call(1, 2, 3), call(4))
+    play.send_all()
+    (packed,) = play.out
+    play.schedule.unpack(play.now, packed)
+    play.out.clear()
+    sent: list[tuple[int, ...]] = []
+    while not play.done and play.now < 10:
+        sent += [tuple(row.line for row in each.rows) for each in play.out]
+        assert all(each.sends == 1 for each in play.out)
+        play.end_all()
+        play.wait(0.05)
+    play.schedule.close()
+    assert sorted(sent) == [(1,), (2,), (3,), (4,)]
+    assert play.schedule.in_flight == 0

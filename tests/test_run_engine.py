@@ -14,17 +14,16 @@ from pathlib import Path
 import anyio
 import pytest
 
-from batchrun.config import PriceOverride
+from batchrun.config import PriceOverride, Settings
 from batchrun.errors import BatchrunError, Exit
 from batchrun.intake.shapes import Shaper, Shaping
 from batchrun.intake.tokens import Calibration, TokenCounter
-from batchrun.plan.pack import PackBudget
 from batchrun.plan.schedule import Flow, Schedule, Stop
 from batchrun.providers.presets import make_provider, resolve
 from batchrun.records import BadRow, Fault, HttpRequest, HttpResponse, Standing
 from batchrun.report.prices import PriceBook
 from batchrun.report.tally import Tally
-from batchrun.run.batching import prepare, worst_price
+from batchrun.run.batching import Batching, worst_price
 from batchrun.run.engine import Counters, Engine
 from batchrun.run.source import Indexer, RowReader, scan
 from batchrun.run.store import Store, View, make_private_dir
@@ -114,12 +113,15 @@ class Bench:
         self.engine = Engine(
             store=self.store,
             reader=reader,
-            batches=prepare(
-                reader,
-                [],
-                count=TokenCounter().estimate,
-                calibration=calibration,
-                budget=PackBudget(10_000, 50, 1 << 20),
+            batches=iter(
+                Batching(
+                    reader,
+                    [],
+                    count=TokenCounter().estimate,
+                    calibration=calibration,
+                    settings=Settings(batch_tokens=10_000, batch_rows=50, batch_bytes=1 << 20),
+                    packings={},
+                )
             ),
             schedule=self.schedule,
             providers=[make_provider(resolve("openai", None), KEY)],

@@ -12,10 +12,13 @@ from pathlib import Path
 from batchrun.config import PriceOverride, Settings
 from batchrun.errors import BatchrunError, Exit
 from batchrun.intake.shapes import Shaper, Shaping
-from batchrun.providers.presets import PRESETS, Preset, resolve
+from batchrun.providers.base import Provider
+from batchrun.providers.packing import Packing, make_packed, packing_for
+from batchrun.providers.presets import PRESETS, Preset, make_provider, resolve
+from batchrun.records import Endpoint
 from batchrun.report.prices import PriceBook
 
-__all__ = ["endpoints_for", "key_for", "preset_for", "prices_for", "shaper_for"]
+__all__ = ["endpoints_for", "key_for", "packings_for", "preset_for", "prices_for", "provider_at", "shaper_for"]
 
 _SIM_PRICE = PriceOverride(Decimal("0.15"), Decimal("0.60"))
 """What the simulator pretends to charge, so that costs and budgets can be tried: a small model's list price."""
@@ -51,6 +54,29 @@ def endpoints_for(settings: Settings) -> list[Preset]:
             hint="one job has one provider and one key; name it with --provider if they all speak like it",
         )
     return found
+
+
+def packings_for(preset: Preset, settings: Settings) -> dict[Endpoint, Packing]:
+    """Returns by endpoint how rows share calls there; empty in live mode. Raises: BatchrunError(2) if none can."""
+    if settings.mode == "live":
+        return {}
+    name, mode = settings.packing, "packed" if settings.mode == "packed" else "auto"
+    found = {endpoint: packing_for(preset, endpoint, name, mode) for endpoint in preset.endpoints}  # type: ignore[arg-type]
+    packings = {endpoint: packing for endpoint, packing in found.items() if packing is not None}
+    if settings.mode == "packed" and not packings:
+        raise BatchrunError(
+            f"no endpoint of {preset.name} is known to take many rows in one call",
+            hint="say in which shape it does with --packing, or leave --mode out",
+        )
+    return packings
+
+
+def provider_at(preset: Preset, key: str | None, packings: Mapping[Endpoint, Packing]) -> Provider:
+    """Returns the codec of one endpoint, for single and for packed calls."""
+    provider = make_provider(preset, key)
+    for packing in packings.values():
+        provider = make_packed(provider, packing, preset)
+    return provider
 
 
 def key_for(preset: Preset, settings: Settings, environ: Mapping[str, str]) -> str | None:

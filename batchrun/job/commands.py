@@ -111,11 +111,8 @@ def _run(
     *,
     input_path: str | None,
 ) -> Outcome:
-    if settings.mode in ("packed", "deferred"):
-        raise BatchrunError(
-            f"--mode {settings.mode} is not there yet",
-            hint="leave --mode out: rows are sent live, one per call",
-        )
+    if settings.mode == "deferred":
+        raise BatchrunError("--mode deferred is not there yet", hint="use --mode auto, live or packed")
     preset = preset_for(settings, environ)
     key = key_for(preset, settings, environ)
     if settings.provider is None and not settings.base_urls:

@@ -14,13 +14,13 @@ from batchrun.intake.shapes import Shaper
 from batchrun.intake.tokens import Calibration, TokenCounter
 from batchrun.job.access import preset_for, prices_for, shaper_for
 from batchrun.job.pinning import open_any
-from batchrun.plan.pack import PackBudget, Packer
+from batchrun.plan.pack import Packer
 from batchrun.plan.schedule import Flow
 from batchrun.plan.simulate import ServerModel, Work, simulate
 from batchrun.providers.presets import Preset
 from batchrun.records import BadRow, Call, Line, Row, Usage
 from batchrun.report.prices import PriceBook
-from batchrun.run.batching import UNLIMITED_OUTPUT_TOKENS
+from batchrun.run.batching import UNLIMITED_OUTPUT_TOKENS, budget_of
 from batchrun.run.progress import Console
 from batchrun.run.source import scan
 
@@ -137,7 +137,7 @@ class _Sums:
         self.prices = prices
         self.counter = TokenCounter()
         self.calibration = Calibration()
-        self.packer = Packer(PackBudget(settings.batch_tokens, settings.batch_rows, settings.batch_bytes))
+        self.packer = Packer(budget_of(settings, None))
         self.rows = 0
         self.batches = 0
         self.input_tokens = 0

@@ -18,18 +18,17 @@ from batchrun.config import Settings
 from batchrun.errors import BatchrunError, Exit
 from batchrun.intake.shapes import Shaper
 from batchrun.intake.tokens import Calibration, TokenCounter
-from batchrun.job.access import endpoints_for, prices_for
+from batchrun.job.access import endpoints_for, packings_for, prices_for, provider_at
 from batchrun.job.pinning import input_of
 from batchrun.job.settings import to_json
 from batchrun.job.standing import project, stand
-from batchrun.plan.pack import PackBudget
 from batchrun.plan.schedule import Flow, Schedule, Stop
-from batchrun.providers.presets import Preset, make_provider
+from batchrun.providers.presets import Preset
 from batchrun.records import Doubted, Operation, Reopened, RunEnded, RunStarted
 from batchrun.report import metrics
 from batchrun.report.tally import Tally
 from batchrun.run import settle
-from batchrun.run.batching import prepare, worst_price
+from batchrun.run.batching import Batching, budget_of, worst_price
 from batchrun.run.engine import Counters, Engine
 from batchrun.run.failpoint import reached
 from batchrun.run.progress import Console
@@ -189,16 +188,18 @@ class Run:
         if kept := self.store.get("calibration"):
             calibration.load(kept)
         counter = TokenCounter()
-        exact = settings.budget_usd is not None or settings.tpm is not None
+        packings = packings_for(self.preset, settings)
+        # Counting costs as much as all the rest of a row: exactly only where a limit, a budget or a call needs it.
+        exact = settings.budget_usd is not None or settings.tpm is not None or bool(packings)
         flow = self._flow()
-        batches = prepare(
+        batches = Batching(
             self.reader,
             self.store.intents(),
             count=counter.count if exact else counter.estimate,
             calibration=calibration,
-            budget=PackBudget(settings.batch_tokens, settings.batch_rows, settings.batch_bytes),
+            settings=settings,
+            packings=packings,
         )
-
         worst = worst_price(self.prices, calibration) if settings.budget_usd is not None else None
 
         succeeded, failed = self.store.settled(self.last_line)
@@ -207,9 +208,9 @@ class Run:
             engine = Engine(
                 store=self.store,
                 reader=self.reader,
-                batches=batches,
+                batches=iter(batches),
                 schedule=Schedule(flow, random.Random(), time.monotonic(), worst),  # noqa: S311 - jitter
-                providers=[make_provider(endpoint, self.key) for endpoint in endpoints_for(settings)],
+                providers=[provider_at(endpoint, self.key, packings) for endpoint in endpoints_for(settings)],
                 client=self._client(flow.concurrency or flow.max_concurrency),
                 prices=self.prices,
                 calibration=calibration,
@@ -227,7 +228,7 @@ class Run:
                 console=self.console,
                 timeout_s=settings.timeout_s,
                 grace_s=settings.grace_s,
-                batch_tokens=settings.batch_tokens,
+                batch_tokens=budget_of(settings, next(iter(packings.values()), None)).tokens,
                 budget_usd=settings.budget_usd,
                 deadline_at=flow.deadline_at,
                 secret=self.key,

@@ -354,6 +354,16 @@ class Schedule:
         call.sends -= 1
         self._make_ready(call, fresh=False)
 
+    def unpack(self, now: float, call: Call) -> None:
+        """The call was not sent: its rows are asked one by one instead, since the server answers only the first."""
+        self.release(now, call)
+        lane = self._lane(call)
+        lane.ready.remove(next(entry for entry in lane.ready if entry[3] is call))
+        heapq.heapify(lane.ready)
+        self._ready -= 1
+        for row in call.rows:
+            self._make_ready(_part(call, (row,)), fresh=False)
+
     def drain(self, now: float, stop: Stop) -> None:
         """Sends nothing more; ``Done`` follows once nothing is in flight. The first reason to stop is kept."""
         if self.stop is None:

@@ -175,14 +175,14 @@ class Tally:
         self.budget_tokens += opened.budget_tokens
 
     def _sent(self, sent: Sent) -> None:
-        self.sent += 1
-        if sent.send > 1:
-            self.retried += 1
+        if sent.counts:
+            self.sent += 1
+            self.retried += sent.send > 1
         self.last_at = max(self.last_at, sent.at)
 
     def _returned(self, returned: Returned) -> None:
         self._seen(returned.at)
-        if returned.refused:
+        if returned.refused and returned.counts:
             self.refused += 1
         self._fault(returned.kind, returned.code, returned.status, returned.line, returned.detail)
         self._waste(returned.model, returned.usage, returned.cost_usd, returned.lost_usd)

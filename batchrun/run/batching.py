@@ -5,20 +5,22 @@ Runs on a thread, ahead of sending.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from decimal import Decimal
 
 import orjson
 
+from batchrun.config import Settings
 from batchrun.errors import BatchrunError, Exit
 from batchrun.intake.tokens import Calibration
 from batchrun.plan.pack import PackBudget, Packer
-from batchrun.records import Batch, Call, Prices, Row
+from batchrun.providers.packing import Packing
+from batchrun.records import Batch, Call, Endpoint, GroupKey, Prices, Row
 from batchrun.run.source import RowReader
 from batchrun.run.store import Intent
 
-__all__ = ["UNLIMITED_OUTPUT_TOKENS", "Prepared", "prepare", "worst_price"]
+__all__ = ["UNLIMITED_OUTPUT_TOKENS", "Batching", "Prepared", "budget_of", "worst_price"]
 
 UNLIMITED_OUTPUT_TOKENS = 131_072
 """Output reserved under a budget for a row that names no limit: no current model writes more in one answer (128 Ki)."""
@@ -32,35 +34,86 @@ class Prepared:
     calls: list[Call]
 
 
-def prepare(
-    reader: RowReader,
-    intents: Iterable[Intent],
-    *,
-    count: Callable[[Row], int],
-    calibration: Calibration,
-    budget: PackBudget,
-) -> Iterator[Prepared]:
-    """Yields the pending rows in batches, larger priority first."""
-    before = {intent.line: intent for intent in intents}
+LIVE = PackBudget(100_000, 1_000, 16 * 1024 * 1024)
+"""A batch in live mode: the window of rows that is opened next. Nothing but memory depends on its size."""
 
-    def prepared(batch: Batch) -> Prepared:
-        return Prepared(batch, [call(row, batch.id) for row in batch.rows])
 
-    def call(row: Row, batch: int) -> Call:
-        known = before.get(row.line)
-        sends, attempts = (known.sends, known.attempts) if known is not None else (0, 0)
-        tokens = calibration.correct(row.model, row.tokens)
-        return Call((row,), batch, tokens, Decimal(0), row.priority, sends, attempts)
+def budget_of(settings: Settings, packing: Packing | None) -> PackBudget:
+    """Returns a batch's budget: what the user said, else what the way of travelling allows."""
+    usual = LIVE if packing is None else PackBudget(packing.max_tokens, packing.max_rows, packing.max_bytes)
+    return PackBudget(
+        settings.batch_tokens or usual.tokens, settings.batch_rows or usual.rows, settings.batch_bytes or usual.bytes
+    )
 
-    packer = Packer(budget)
-    for rows in reader.pending():
-        for row in rows:
-            row.tokens = count(row)
-            packer.add(row, calibration.correct(row.model, row.tokens) + (row.max_output or 0))
-            while (batch := packer.pack()) is not None:
-                yield prepared(batch)
-    for batch in packer.flush():
-        yield prepared(batch)
+
+class Batching:
+    """Makes batches of rows, and calls of batches: one for each row, or, where there is a packing, one for all.
+
+    ``packings`` tells by endpoint in which shape rows can share a call; a row that cannot travels alone.
+    """
+
+    def __init__(
+        self,
+        reader: RowReader,
+        intents: Iterable[Intent],
+        *,
+        count: Callable[[Row], int],
+        calibration: Calibration,
+        settings: Settings,
+        packings: Mapping[Endpoint, Packing],
+    ) -> None:
+        self._reader = reader
+        self._before = {intent.line: (intent.sends, intent.attempts) for intent in intents}
+        self._count = count
+        self._calibration = calibration
+        self._packings = packings
+        self._live = Packer(budget_of(settings, None))
+        self._packers = {
+            endpoint: Packer(budget_of(settings, packing), key=self._key(packing))
+            for endpoint, packing in packings.items()
+        }
+        self._number = 0
+
+    def __iter__(self) -> Iterator[Prepared]:
+        """Yields the pending rows in batches, larger priority first."""
+        for rows in self._reader.pending():
+            for row in rows:
+                yield from self._add(row)
+        for endpoint, packer in self._packers.items():
+            for batch in packer.flush():
+                yield self._prepared(batch, packed=endpoint in self._packings)
+        for batch in self._live.flush():
+            yield self._prepared(batch, packed=False)
+
+    def _add(self, row: Row) -> Iterator[Prepared]:
+        row.tokens = self._count(row)
+        packing = self._packings.get(row.endpoint)
+        packed = packing is not None and packing.key(row) is not None
+        packer = self._packers[row.endpoint] if packed else self._live
+        packer.add(row, self._calibration.correct(row.model, row.tokens) + (row.max_output or 0))
+        while (batch := packer.pack()) is not None:
+            yield self._prepared(batch, packed=packed)
+
+    def _key(self, packing: Packing) -> Callable[[Row], GroupKey]:
+        def key(row: Row) -> GroupKey:
+            shared = packing.key(row)
+            assert shared is not None  # noqa: S101 - others travel alone
+            # Rows of one call have one count of sends, so those of earlier runs keep to their like.
+            return *shared, str(row.priority), str(self._before.get(row.line, (0, 0)))
+
+        return key
+
+    def _prepared(self, batch: Batch, *, packed: bool) -> Prepared:
+        self._number += 1
+        batch = replace(batch, id=self._number)
+        rows = batch.rows
+        return Prepared(batch, [self._call(rows)] if packed else [self._call((row,)) for row in rows])
+
+    def _call(self, rows: tuple[Row, ...]) -> Call:
+        first = rows[0]
+        sends, attempts = self._before.get(first.line, (0, 0))
+        tokens = sum(self._calibration.correct(row.model, row.tokens) for row in rows)
+        return Call(rows, self._number, tokens, Decimal(0), first.priority, sends, attempts)
 
 
 def worst_price(prices: Prices, calibration: Calibration) -> Callable[[Call], Decimal]:

@@ -56,6 +56,9 @@ _TICK_S = 0.2
 _SAME_SIGNAL_S = 0.05
 """A second signal sooner than this is the first one's echo."""
 
+_HELD_BYTES = 64 * 1024 * 1024
+"""Bodies held and not yet answered: beyond this no batch is opened, however many calls there is room for."""
+
 _SAMPLE_S = 5.0
 """The report's timeline has a point this often."""
 
@@ -159,6 +162,7 @@ class Engine:
         self._parked: list[asyncio.Future[Send]] = []
         self._timer: asyncio.TimerHandle | None = None
         self._grace: asyncio.TimerHandle | None = None
+        self._held_bytes = 0
         self._commits: set[asyncio.Future[None]] = set()
         self._uncommitted: list[Operation] = []
         self._error: Exception | None = None
@@ -266,7 +270,7 @@ class Engine:
             if self._grace is None:
                 # What has not landed by then is in doubt, as its open intents say.
                 self._grace = self._loop.call_later(self._grace_s, self._finished.set)
-        elif schedule.wants(now) > 0:
+        elif schedule.wants(now) > 0 and self._held_bytes < _HELD_BYTES:
             self._hungry.set()
 
     def _wake_at(self, now: float, until: float) -> None:
@@ -293,6 +297,9 @@ class Engine:
             send = await place
 
     async def _serve(self, call: Call, provider: Provider) -> None:
+        if len(call.rows) > 1 and getattr(provider, "only_first", False):
+            self._schedule.unpack(self._clock(), call)
+            return
         try:
             request = provider.encode(call.rows)
         except Exception:
@@ -319,6 +326,7 @@ class Engine:
         known = [cost for cost in costs.values() if cost is not None]
         total = sum(known, _ZERO) if costs and len(known) == len(costs) else None
         settlement = self._schedule.settle(now, call, result, cost_usd=total, adapted=adapted)
+        self._held_bytes -= sum(len(row.body) for row in (*settlement.succeeded, *settlement.failed))
         timing = settle.Timing(call, started, now, self._wall())
         reached("settle")
         self._keep(self._operations(call, result, settlement, costs, timing))
@@ -329,7 +337,8 @@ class Engine:
         at, reserved = self._wall(), call.reserved_usd
         intents: list[Operation] = []
         for row in call.rows:
-            intents.append(Sent(row.line, call.sends, call.attempts, reserved, at, row.custom_id))
+            counts = row is call.rows[0]
+            intents.append(Sent(row.line, call.sends, call.attempts, reserved, at, row.custom_id, counts))
             reserved = _ZERO  # of a call, once
         try:
             await self._store.commit(intents)
@@ -385,9 +394,10 @@ class Engine:
             operations.append(settle.failed(row, self._input(row), call, fault, cost, lost, timing))
             lost, cost = _ZERO, None
         waiting = [(row, again) for again in settlement.again for row in again.rows]
+        counts = not settlement.failed
         for row, counted in waiting + [(row, call) for row in settlement.held]:
-            operations.append(settle.returned(row, counted, fault, cost, lost, timing))
-            lost, cost = _ZERO, None
+            operations.append(settle.returned(row, counted, fault, cost, lost, timing, counts=counts))
+            lost, cost, counts = _ZERO, None, False
         return operations
 
     def _input(self, row: Row) -> bytes:
@@ -431,7 +441,8 @@ class Engine:
         try:
             while self._schedule.stop is None:
                 now = self._clock()
-                if self._schedule.wants(now) <= 0:
+                full = self._held_bytes >= _HELD_BYTES
+                if self._schedule.wants(now) <= 0 or full:
                     self._hungry = anyio.Event()
                     await self._hungry.wait()
                     continue
@@ -441,6 +452,7 @@ class Engine:
                 batch, now = prepared.batch, self._clock()
                 for call in prepared.calls:
                     call.ready_at = now
+                self._held_bytes += batch.bytes
                 opened = Opened(batch.id, len(batch.rows), batch.tokens, batch.bytes, self._batch_tokens)
                 self._keep([opened])
                 self._schedule.offer(now, prepared.calls)

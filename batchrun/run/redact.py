@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from urllib.parse import quote, quote_plus
 
 from batchrun.records import Fault, HttpResponse
 
@@ -17,12 +18,13 @@ _SHORTEST = 8
 
 
 class Redactor:
-    """Replaces a key by ``[redacted]``, also where JSON spells its characters as escapes."""
+    """Replaces a key by ``[redacted]``, also as an URL quotes it, and where JSON spells its characters as escapes."""
 
     def __init__(self, key: str | None) -> None:
         secret = key if key is not None and (len(key) >= _SHORTEST or key.startswith("sk-")) else ""
         self._key = secret
-        self._bytes = secret.encode()
+        self._forms = list(dict.fromkeys((secret, quote(secret, safe=""), quote_plus(secret))))
+        self._bytes = [form.encode() for form in self._forms]
         spelled = (
             rb"(?:%b|\\u%04x|\\u%04X|\\%b)" % (re.escape(c.encode()), ord(c), ord(c), re.escape(c.encode()))
             for c in secret
@@ -35,19 +37,24 @@ class Redactor:
         if not self._key:
             return response
         content = response.content
-        if self._bytes in content:
-            content = content.replace(self._bytes, _MARK.encode())
+        for form in self._bytes:
+            if form in content:
+                content = content.replace(form, _MARK.encode())
         if b"\\u00" in content or self._slash in content:  # characters of a key that are escapes look like these
             content = self._escaped.sub(_MARK.encode(), content)
         headers: Mapping[str, str] = response.headers
-        if any(self._key in value for value in headers.values()):
-            headers = {name: value.replace(self._key, _MARK) for name, value in headers.items()}
+        if any(form in value for value in headers.values() for form in self._forms):
+            headers = {name: self._text(value) for name, value in headers.items()}
         if content is response.content and headers is response.headers:
             return response
         return HttpResponse(response.status, headers, content)
 
     def fault(self, fault: Fault) -> Fault:
         """Returns a transport's fault without the key."""
-        if not self._key or self._key not in fault.detail:
-            return fault
-        return replace(fault, detail=fault.detail.replace(self._key, _MARK))
+        detail = self._text(fault.detail) if self._key else fault.detail
+        return fault if detail == fault.detail else replace(fault, detail=detail)
+
+    def _text(self, text: str) -> str:
+        for form in self._forms:
+            text = text.replace(form, _MARK)
+        return text

@@ -208,7 +208,9 @@ def unsent(
     )
 
 
-def returned(row: Row, call: Call, fault: Fault, cost: Decimal | None, lost: Decimal, timing: Timing) -> Returned:
+def returned(
+    row: Row, call: Call, fault: Fault, cost: Decimal | None, lost: Decimal, timing: Timing, *, counts: bool
+) -> Returned:
     """Returns the operation of a send that ended without settling its row."""
     return Returned(
         line=row.line,
@@ -224,4 +226,5 @@ def returned(row: Row, call: Call, fault: Fault, cost: Decimal | None, lost: Dec
         lost_usd=lost,
         model=row.model,
         at=timing.at,
+        counts=counts,
     )
