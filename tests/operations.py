@@ -36,6 +36,4 @@ def settled(line: int, record: bytes = b"{}", status: str = "succeeded", cost: s
 
 
 def returned(line: int, sends: int = 1, lost: str = "0") -> Returned:
-    return Returned(
-        line, sends, 0, "rate_limited", None, 429, "slow down", 0.1, None, None, Decimal(lost), "m", 2.0
-    )
+    return Returned(line, sends, 0, "rate_limited", None, 429, "slow down", 0.1, None, None, Decimal(lost), "m", 2.0)

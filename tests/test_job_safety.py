@@ -207,9 +207,7 @@ def test_stdin_may_be_compressed(shell: Shell, server: FaultServer) -> None:
     assert shell.run(*command, data=data).told(0).rows["succeeded"] == 3
 
 
-def test_metadata_with_a_carriage_return_between_its_members_stays_one_line(
-    shell: Shell, server: FaultServer
-) -> None:
+def test_metadata_with_a_carriage_return_between_its_members_stays_one_line(shell: Shell, server: FaultServer) -> None:
     shell.write("in.jsonl", b'{"id":"a","prompt":"p","metadata":{"k":\r1}}\n')
     shell.submit(server).told(0)
     assert b"\r" not in (shell.root / "in.batchrun" / "results.jsonl").read_bytes()

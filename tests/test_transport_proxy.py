@@ -30,8 +30,9 @@ PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY")
 class Proxy:
     """A proxy on loopback: tunnels for CONNECT, passes other requests on; keeps the head of each that it was sent."""
 
-    def __init__(self, answer: bytes = b"") -> None:
-        self.answer = answer
+    def __init__(self, tls: ssl.SSLContext | None = None) -> None:
+        self.tls = tls
+        self.answer = b""
         """What it says instead of doing its work."""
         self.heads: list[bytes] = []
         self.is_silent = False
@@ -41,7 +42,7 @@ class Proxy:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"https://localhost:{self.port}" if self.tls else f"http://127.0.0.1:{self.port}"
 
     def __enter__(self) -> Self:
         self._loop = asyncio.new_event_loop()
@@ -57,7 +58,7 @@ class Proxy:
         self._loop.close()
 
     async def _listen(self) -> None:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0, ssl=self.tls)
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def _close(self) -> None:
@@ -189,6 +190,29 @@ def test_what_a_proxy_forbids_stops_the_run(proxy, secure, status):
     assert result.stop == "account"
     assert f"the proxy refused: {status}" in result.detail
     assert secure.requests == []
+
+
+def test_roots_that_cannot_be_loaded_stop_the_run_behind_a_proxy_too(proxy, secure, monkeypatch):
+    monkeypatch.setenv("SSL_CERT_FILE", "/nowhere/ca.pem")
+    (result,) = send(proxy, secure.url)
+    assert (result.kind, result.stop, result.connected) == ("fatal", "tls", False)
+    assert proxy.heads == []
+
+
+def test_a_proxy_that_is_spoken_to_in_tls_is_checked_too(authority, secure):
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    authority.issue_cert("localhost").configure_cert(tls)
+    with Proxy(tls=tls) as proxy:
+        (result,) = send(proxy, secure.url)
+        assert result.status == 200
+        (head,) = proxy.heads
+        assert KEY.encode() not in head
+    stranger = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    trustme.CA().issue_cert("localhost").configure_cert(stranger)
+    with Proxy(tls=stranger) as proxy:
+        (result,) = send(proxy, secure.url)
+        assert (result.kind, result.stop) == ("fatal", "tls")
+        assert proxy.heads == []
 
 
 def test_a_proxy_that_is_silent_or_not_there_is_known_to_have_sent_nothing(proxy, secure):
@@ -384,4 +408,4 @@ def test_connections_through_a_proxy_are_as_many_as_are_in_flight_at_most(shell:
 
 def test_the_pools_connections_are_closed_as_early_as_ours():
     made = ProxiedTransport(proxied.httpx.Proxy("http://127.0.0.1:9"), limit=3)
-    assert made._transport._pool._keepalive_expiry == transport.IDLE_S
+    assert made._opened()._pool._keepalive_expiry == transport.IDLE_S

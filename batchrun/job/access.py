@@ -8,13 +8,14 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from decimal import Decimal
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from batchrun.config import PriceOverride, Settings
 from batchrun.errors import BatchrunError, Exit
 from batchrun.intake.shapes import Shaper, Shaping
 from batchrun.providers.base import Provider
 from batchrun.providers.packing import Packing, make_packed, packing_for
-from batchrun.providers.presets import PRESETS, Preset, make_provider, resolve
+from batchrun.providers.presets import PRESETS, Preset, is_this_machine, make_provider, resolve
 from batchrun.records import Endpoint
 from batchrun.report.prices import PriceBook
 
@@ -143,6 +144,7 @@ def prices_for(preset: Preset, settings: Settings) -> PriceBook:
     own = settings.price
     if preset.name == "sim" and own == PriceOverride():
         own = _SIM_PRICE
-    return PriceBook(
-        own, settings.prices, provider=preset.name, base_url=next(iter(settings.base_urls), None), at=datetime.now(UTC)
-    )
+    base_url = next(iter(settings.base_urls), None)
+    if base_url is not None and is_this_machine(urlsplit(base_url).hostname or ""):
+        base_url = None  # no price list names it: do not load one to see that
+    return PriceBook(own, settings.prices, provider=preset.name, base_url=base_url, at=datetime.now(UTC))

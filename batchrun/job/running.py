@@ -24,7 +24,7 @@ from batchrun.job.settings import to_json
 from batchrun.job.standing import project, stand
 from batchrun.plan.schedule import Flow, Schedule, Stop
 from batchrun.providers.presets import Preset
-from batchrun.records import Doubted, Operation, Reopened, RunEnded, RunStarted
+from batchrun.records import Doubted, Operation, Reopened, RunEnded, RunStarted, Usage
 from batchrun.report import metrics
 from batchrun.report.tally import Tally
 from batchrun.run import settle
@@ -200,6 +200,8 @@ class Run:
             settings=settings,
             packings=packings,
         )
+        for model in self.store.get("models"):
+            self.prices.price(model, Usage(0, 0))  # loads the price list: not while replies are coming in
         worst = worst_price(self.prices, calibration) if settings.budget_usd is not None else None
 
         succeeded, failed = self.store.settled(self.last_line)

@@ -26,6 +26,8 @@ __all__ = [
     "Secret",
     "count",
     "join",
+    "load",
+    "no_object",
     "raw_items",
     "raw_members",
     "request_headers",
@@ -159,12 +161,7 @@ class Codec:
 
     def _read(self, row: Row, doc: object, body: bytes, headers: Mapping[str, str]) -> Output | Broken:
         if not isinstance(doc, dict):
-            # Gemini's compatible endpoint sends errors as an array; any other non-object is no answer.
-            error = read_error(doc) if isinstance(doc, list) else None
-            if headers.get("content-type", "").startswith("text/event-stream"):
-                why = 'the reply is an event stream: remove "stream" from the row'
-                return Broken(why, ErrorBody(why, "stream", "stream", number=400), processed=True)
-            return Broken("the reply is empty" if not body else "the reply is no JSON object", error)
+            return no_object(doc, body, headers)
         try:
             read = self._readers[row.endpoint](row, doc, body, headers)
         except (RecursionError, msgspec.MsgspecError):
@@ -176,6 +173,16 @@ class Codec:
                 otherwise = read.otherwise if isinstance(read, Broken) else 500
                 return Broken(error.message, error, read.usage, otherwise=otherwise)
         return read
+
+
+def no_object(doc: object, body: bytes, headers: Mapping[str, str]) -> Broken:
+    """Returns what a 2xx is whose body is no JSON object: an error in an array, an event stream, or nothing."""
+    # Gemini's compatible endpoint sends errors as an array; any other non-object is no answer.
+    error = read_error(doc) if isinstance(doc, list) else None
+    if headers.get("content-type", "").startswith("text/event-stream"):
+        why = 'the reply is an event stream: remove "stream" from the row'
+        return Broken(why, ErrorBody(why, "stream", "stream", number=400), processed=True)
+    return Broken("the reply is empty" if not body else "the reply is no JSON object", error)
 
 
 # ---------------------------------------------------------------- bytes

@@ -17,7 +17,7 @@ from batchrun.providers.base import Codec, Family, Provider, Secret, Wire, reque
 from batchrun.providers.headers import anthropic_quotas, openai_quotas
 from batchrun.records import Endpoint, Quotas
 
-__all__ = ["PRESETS", "Preset", "make_provider", "resolve"]
+__all__ = ["PRESETS", "Preset", "is_this_machine", "make_provider", "quotas_of", "resolve"]
 
 _CHAT: frozenset[Endpoint] = frozenset({"chat"})
 _OPENAI: frozenset[Endpoint] = frozenset({"chat", "responses", "completions", "embeddings"})
@@ -186,7 +186,7 @@ def _checked(base_url: str, *, allow_http: bool) -> SplitResult:
         )
     if re.search(r"[\x00-\x20\x7f-\U0010ffff\\]", base_url.strip()):
         raise BatchrunError("the base URL holds spaces or characters that are not ASCII")
-    if url.scheme == "http" and not allow_http and not _is_this_machine(host):
+    if url.scheme == "http" and not allow_http and not is_this_machine(host):
         raise BatchrunError(
             f"plain http to `{host}` would show the key and the prompts to the network",
             hint="use https, or a tunnel to localhost; --allow-http if you trust all that lies between",
@@ -194,7 +194,8 @@ def _checked(base_url: str, *, allow_http: bool) -> SplitResult:
     return url
 
 
-def _is_this_machine(host: str) -> bool:
+def is_this_machine(host: str) -> bool:
+    """Whether a host's name says that it is the one that we run on."""
     if host == "localhost" or host.endswith(".localhost"):
         return True
     try:
@@ -249,7 +250,7 @@ def make_provider(preset: Preset, key: str | None, extra_headers: Iterable[tuple
             urls={endpoint: _url(preset, endpoint) for endpoint in preset.endpoints},
             headers=request_headers(auth, *more),
             readers={**openai.READERS, **anthropic.READERS, **gemini.READERS},
-            quotas=_quotas(preset),
+            quotas=quotas_of(preset),
             max_tokens_name=preset.max_tokens_name,
             counts_max_tokens=preset.counts_max_tokens,
         )
@@ -263,7 +264,8 @@ _FAMILIES: Mapping[Family, type[Codec]] = {
 }
 
 
-def _quotas(preset: Preset) -> Callable[[Mapping[str, str]], Quotas | None]:
+def quotas_of(preset: Preset) -> Callable[[Mapping[str, str]], Quotas | None]:
+    """Returns what reads the quotas in this provider's reply headers."""
     if preset.family == "anthropic":
         return anthropic_quotas
     return partial(openai_quotas, daily_requests=True) if preset.daily_requests else openai_quotas

@@ -16,7 +16,15 @@ import httpx
 
 from batchrun.errors import BatchrunError
 from batchrun.run.http1 import ERROR_BODY_S, MAX_ERROR_BYTES, MAX_REPLY_BYTES, Decoder
-from batchrun.run.transport import CONNECT_S, DEFAULT_S, IDLE_S, Http1Transport, connect_error, tls_context
+from batchrun.run.transport import (
+    CONNECT_S,
+    DEFAULT_S,
+    IDLE_S,
+    Http1Transport,
+    TLSRefused,
+    connect_error,
+    tls_context,
+)
 
 __all__ = ["EnvironmentTransport", "ProxiedTransport", "proxy_for"]
 
@@ -42,8 +50,6 @@ def proxy_for(url: str, *, allow_http: bool) -> httpx.Proxy | None:
         raise BatchrunError("--proxy-env: the proxy of the environment has no usable address", hint=hint) from None
     if proxy.url.scheme not in ("http", "https") or not proxy.url.host:
         raise BatchrunError(f"--proxy-env: a proxy of kind `{proxy.url.scheme}` is not supported", hint=hint)
-    if proxy.url.scheme == "https":
-        proxy = httpx.Proxy(proxy.url, auth=proxy.auth, ssl_context=tls_context())
     return proxy
 
 
@@ -81,12 +87,9 @@ class ProxiedTransport(httpx.AsyncBaseTransport):
     """
 
     def __init__(self, proxy: httpx.Proxy, *, limit: int) -> None:
-        self._transport = httpx.AsyncHTTPTransport(
-            proxy=proxy,
-            verify=tls_context(),
-            trust_env=False,
-            limits=httpx.Limits(max_connections=limit, max_keepalive_connections=limit, keepalive_expiry=IDLE_S),
-        )
+        self._proxy = proxy
+        self._limits = httpx.Limits(max_connections=limit, max_keepalive_connections=limit, keepalive_expiry=IDLE_S)
+        self._transport: httpx.AsyncHTTPTransport | None = None
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """Makes one attempt, bounded as a whole: until the request is on its way by ``connect``, then by ``read``."""
@@ -108,7 +111,7 @@ class ProxiedTransport(httpx.AsyncBaseTransport):
         try:
             async with asyncio.timeout_at(started + connect_s) as bound:
                 request.extensions = {"trace": on_event}
-                response = await self._transport.handle_async_request(request)
+                response = await self._opened().handle_async_request(request)
                 return await _whole(response)
         except TimeoutError:
             if is_sent:
@@ -119,13 +122,23 @@ class ProxiedTransport(httpx.AsyncBaseTransport):
             forbids = str(error).startswith(("401", "403", "405", "407"))
             raise (httpx.ProxyError if forbids else httpx.ConnectError)(f"the proxy refused: {error}") from None
         except httpx.TransportError as error:
-            if is_sent:
+            if is_sent or isinstance(error, TLSRefused):
                 raise
             raise _unsent(error, request.url) from None
 
     async def aclose(self) -> None:
         """Closes every connection."""
-        await self._transport.aclose()
+        if self._transport is not None:
+            await self._transport.aclose()
+
+    def _opened(self) -> httpx.AsyncHTTPTransport:
+        """Returns httpx's transport, made with the first attempt, so that a failure to load roots is that one's."""
+        if self._transport is None:
+            tls, proxy = tls_context(), self._proxy
+            if proxy.url.scheme == "https":
+                proxy = httpx.Proxy(proxy.url, auth=proxy.auth, ssl_context=tls)
+            self._transport = httpx.AsyncHTTPTransport(proxy=proxy, verify=tls, trust_env=False, limits=self._limits)
+        return self._transport
 
 
 def _unsent(error: httpx.TransportError, url: httpx.URL) -> httpx.TransportError:

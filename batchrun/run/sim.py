@@ -20,46 +20,11 @@ from batchrun.config import SimSettings
 
 __all__ = ["SimTransport"]
 
-_WORDS = [
-    "the",
-    "order",
-    "was",
-    "checked",
-    "and",
-    "a",
-    "refund",
-    "is",
-    "on",
-    "its",
-    "way",
-    "please",
-    "allow",
-    "three",
-    "days",
-    "thank",
-    "you",
-    "for",
-    "your",
-    "patience",
-    "we",
-    "have",
-    "updated",
-    "the",
-    "account",
-    "settings",
-    "and",
-    "everything",
-    "should",
-    "work",
-    "again",
-    "the",
-    "parcel",
-    "left",
-    "our",
-    "warehouse",
-    "this",
-    "morning",
-]
+_SAYING = (
+    "the order was checked and a refund is on its way please allow three days thank you for your patience we have "
+    "updated the account settings and everything should work again the parcel left our warehouse this morning"
+)
+_WORDS = _SAYING.split()
 
 _SPREAD = 0.35
 """Standard deviation of the logarithm of the latency: p99 is about 2.3 × the median, as real providers show."""
@@ -67,6 +32,9 @@ _SPREAD = 0.35
 
 class SimTransport(httpx.AsyncBaseTransport):
     """Answers chat, responses, completions, embeddings and messages requests after a simulated latency.
+
+    Calls of several rows too: arrays of inputs and prompts, vLLM's chat batch, and gateways' two batch bodies. Each
+    row of them gets its own answer, the call takes as long as its slowest row, and fails as a whole.
 
     Quotas are token buckets that start full, charge prompt + max_tokens at admission, and tell their state in headers,
     as providers do. ``error_rate`` of the sends fail: a third each with 500, with 503 and by a lost connection.
@@ -85,14 +53,16 @@ class SimTransport(httpx.AsyncBaseTransport):
         rng = self._random(content)
         body = orjson.loads(content)
         prompt_tokens, limit = _size(content, body)
+        rows = _rows(request.url.path, body)
+        most_tokens = prompt_tokens + _most_output(rows, limit)
         now = self._clock()
-        wait_s = max(self._requests.wait(now, 1), self._tokens.wait(now, prompt_tokens + limit))
+        wait_s = max(self._requests.wait(now, 1), self._tokens.wait(now, most_tokens))
         if wait_s > 0:
             return self._refusal(now, wait_s)
         self._requests.take(1)
-        self._tokens.take(prompt_tokens + limit)
+        self._tokens.take(most_tokens)
         headers = self._quota_headers(now)
-        latency_s = self._settings.latency_s * rng.lognormvariate(0.0, _SPREAD)
+        latency_s = self._settings.latency_s * max(rng.lognormvariate(0.0, _SPREAD) for _ in rows or [None])
         deadline_s = request.extensions.get("timeout", {}).get("read") or 600.0
         await asyncio.sleep(min(latency_s, deadline_s))
         if latency_s > deadline_s:
@@ -102,19 +72,21 @@ class SimTransport(httpx.AsyncBaseTransport):
             if status == 0:
                 raise httpx.ReadError("the simulated provider dropped the connection", request=request)
             return _json(status, _error("server_error", f"simulated error {status}"), headers)
-        answer = _answer(request.url.path, body, prompt_tokens, limit, rng)
+        if rows is None:
+            answer = _answer(request.url.path, body, prompt_tokens, limit, rng)
+        else:
+            asked = [(row, self._random(orjson.dumps(row), sent=0)) for row in rows]
+            answer = _packed_answer(request.url.path, body, asked, prompt_tokens, limit)
         if answer is None:
             return _json(404, _error("not_found", f"the simulator has no {request.url.path}"), headers)
         return _json(200, answer, headers)
 
-    def _random(self, content: bytes) -> random.Random:
+    def _random(self, content: bytes, sent: int | None = None) -> random.Random:
         """A generator for this send: depends on the seed, the request and how often it was sent, not on the order."""
         digest = blake2b(content, digest_size=16).digest()
-        if self._settings.error_rate:
+        if sent is None and self._settings.error_rate:
             self._seen[digest] = sent = self._seen.get(digest, 0) + 1
-        else:
-            sent = 0
-        return random.Random(f"{self._settings.seed}:{sent}:{digest.hex()}")  # noqa: S311 - a simulation
+        return random.Random(f"{self._settings.seed}:{sent or 0}:{digest.hex()}")  # noqa: S311 - a simulation
 
     def _refusal(self, now: float, wait_s: float) -> httpx.Response:
         headers = self._quota_headers(now) | {"retry-after-ms": str(int(wait_s * 1000) + 1)}
@@ -178,16 +150,8 @@ def _answer(
     """Returns the reply's body in the shape of the endpoint, or None for an unknown path."""
     model = body.get("model")
     identity = f"{rng.getrandbits(64):016x}"
-    wanted = max(1, round(rng.lognormvariate(2.5, 0.6)))
-    count = min(wanted, limit or wanted)
-    finish = "length" if count < wanted else "stop"
-    start = rng.randrange(len(_WORDS))
-    text = " ".join(_WORDS[(start + i) % len(_WORDS)] for i in range(count))
-    usage = {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": count,
-        "total_tokens": prompt_tokens + count,
-    }
+    text, count, finish = _text(rng, limit)
+    usage = _usage(prompt_tokens, count)
     if path.endswith("/chat/completions"):
         choice = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": finish}
         return {
@@ -198,25 +162,16 @@ def _answer(
             "usage": usage,
         }
     if path.endswith("/completions"):
-        prompts = body.get("prompt")
-        n = len(prompts) if isinstance(prompts, list) and prompts and isinstance(prompts[0], str) else 1
-        choices = [{"index": i, "text": text, "finish_reason": finish} for i in range(n)]
         return {
             "id": f"cmpl-{identity}",
             "object": "text_completion",
             "model": model,
-            "choices": choices,
+            "choices": [{"index": 0, "text": text, "finish_reason": finish}],
             "usage": usage,
         }
     if path.endswith("/embeddings"):
-        inputs = body.get("input")
-        n = len(inputs) if isinstance(inputs, list) and inputs and isinstance(inputs[0], str) else 1
-        data = [
-            {"object": "embedding", "index": i, "embedding": [round(rng.uniform(-1, 1), 6) for _ in range(8)]}
-            for i in range(n)
-        ]
         usage = {"prompt_tokens": prompt_tokens, "total_tokens": prompt_tokens}
-        return {"object": "list", "data": data, "model": model, "usage": usage}
+        return {"object": "list", "data": [_vector(0, rng)], "model": model, "usage": usage}
     counted = {"input_tokens": prompt_tokens, "output_tokens": count}
     if path.endswith("/responses"):
         content = [{"type": "output_text", "text": text, "annotations": []}]
@@ -247,3 +202,89 @@ def _answer(
             "usage": counted,
         }
     return None
+
+
+def _text(rng: random.Random, limit: int) -> tuple[str, int, str]:
+    """Returns (text, its tokens, why it ended) of an answer of at most ``limit`` tokens; 0: no limit."""
+    wanted = max(1, round(rng.lognormvariate(2.5, 0.6)))
+    count = min(wanted, limit or wanted)
+    start = rng.randrange(len(_WORDS))
+    text = " ".join(_WORDS[(start + i) % len(_WORDS)] for i in range(count))
+    return text, count, "length" if count < wanted else "stop"
+
+
+def _vector(index: int, rng: random.Random) -> dict[str, Any]:
+    vector = [round(rng.uniform(-1, 1), 6) for _ in range(8)]
+    return {"object": "embedding", "index": index, "embedding": vector}
+
+
+def _usage(given: int, said: int) -> dict[str, int]:
+    return {"prompt_tokens": given, "completion_tokens": said, "total_tokens": given + said}
+
+
+# ---------------------------------------------------------------- several rows in a call
+
+
+def _rows(path: str, body: dict[str, Any]) -> list[Any] | None:
+    """Returns what each row of a call asks; None where the call is one row."""
+    if path.endswith("/chat/completions/batch"):
+        name = "messages"
+    elif path.endswith("/chat/completions"):
+        name = "batch"
+    elif path.endswith("/batch"):
+        name = "batch_requests"
+    elif path.endswith("/completions"):
+        name = "prompt"
+    else:
+        name = "input" if path.endswith("/embeddings") else ""
+    rows = body.get(name)
+    return rows if isinstance(rows, list) and rows and not isinstance(rows[0], int) else None
+
+
+def _most_output(rows: list[Any] | None, limit: int) -> int:
+    """Returns the most output tokens of a call: each row's own limit, or the call's for every row."""
+    return sum(_row_limit(row, limit) for row in rows) if rows else limit
+
+
+def _row_limit(row: object, limit: int) -> int:
+    own = row.get("max_tokens") if isinstance(row, dict) else None
+    return own if isinstance(own, int) else limit
+
+
+def _packed_answer(
+    path: str, body: dict[str, Any], asked: list[tuple[Any, random.Random]], prompt_tokens: int, limit: int
+) -> dict[str, Any]:
+    """Returns the reply to a call of several rows. What a row is told does not depend on the others."""
+    model = body.get("model")
+    if path.endswith("/embeddings"):
+        usage = {"prompt_tokens": prompt_tokens, "total_tokens": prompt_tokens}
+        data = [_vector(index, rng) for index, (_, rng) in enumerate(asked)]
+        return {"object": "list", "data": data, "model": model, "usage": usage}
+    if "batch_requests" in body or "batch" in body:
+        results = [_result(row, _text(rng, _row_limit(row, limit))) for row, rng in asked]
+        return {"model": model, "results": results}
+    chat = path.endswith("/batch")
+    each = 1 if chat else body.get("n") or 1
+    said = [_text(rng, limit) for _, rng in asked for _ in range(each)]
+    choices = [
+        {
+            "index": index,
+            **({"message": {"role": "assistant", "content": text}} if chat else {"text": text}),
+            "finish_reason": finish,
+        }
+        for index, (text, _, finish) in enumerate(said)
+    ]
+    return {
+        "object": "chat.completion" if chat else "text_completion",
+        "model": model,
+        "choices": choices,
+        "usage": _usage(prompt_tokens, sum(count for _, count, _ in said)),
+    }
+
+
+def _result(row: object, said: tuple[str, int, str]) -> dict[str, Any]:
+    """Returns a gateway's result: named where the row was, with usage of its own."""
+    text, count, finish = said
+    name = {"custom_id": row["custom_id"]} if isinstance(row, dict) else {}
+    usage = _usage(max(1, len(orjson.dumps(row)) // 4), count)
+    return {**name, "status": "succeeded", "output": {"text": text, "finish_reason": finish}, "usage": usage}

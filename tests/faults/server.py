@@ -62,24 +62,38 @@ class Request:
 
     @cached_property
     def texts(self) -> list[str]:
-        """What is asked: the last user text, or each prompt or input of an array."""
+        """What is asked: the last user text, or that of each row where the call has several."""
         body = self.json if isinstance(self.json, dict) else {}
+        if "batch_requests" in body:
+            return [asked["prompt"] for asked in body["batch_requests"]]
+        if conversations(body):
+            return [last_user_text(turns) for turns in conversations(body)]
         asked = body.get("input", body.get("prompt"))
         if isinstance(asked, str):
             return [asked]
         if isinstance(asked, list) and all(isinstance(item, str) for item in asked):
             return asked
         turns = asked or body.get("messages") or body.get("contents") or []
-        users = [turn for turn in turns if isinstance(turn, dict) and turn.get("role", "user") == "user"]
-        content = (users[-1].get("content") or users[-1].get("parts") or "") if users else ""
-        if isinstance(content, list):
-            content = "".join(part.get("text", "") for part in content if isinstance(part, dict))
-        return [content]
+        return [last_user_text(turns)]
 
     @property
     def text(self) -> str:
         """The last user text."""
         return self.texts[-1] if self.texts else ""
+
+
+def conversations(body: Mapping[str, Any]) -> list[list[Any]]:
+    """Returns the conversations of a call that has several: a gateway's ``batch``, vLLM's nested ``messages``."""
+    asked = body.get("batch") or body.get("messages") or []
+    return asked if asked and all(isinstance(turns, list) for turns in asked) else []
+
+
+def last_user_text(turns: list[Any]) -> str:
+    users = [turn for turn in turns if isinstance(turn, dict) and turn.get("role", "user") == "user"]
+    content = (users[-1].get("content") or users[-1].get("parts") or "") if users else ""
+    if isinstance(content, list):
+        content = "".join(part.get("text", "") for part in content if isinstance(part, dict))
+    return content
 
 
 @dataclass
@@ -446,13 +460,34 @@ def answer(request: Request) -> dict[str, Any]:
 
 
 def chat(request: Request, texts: list[str], given: int, said: int) -> dict[str, Any]:
+    if "batch" in request.json:
+        return {"results": [result({}, text) for text in texts], "usage": totals(given, said)}
     message = {"role": "assistant", "content": texts[-1], "refusal": None}
     choices = [{"index": i, "message": message, "finish_reason": "stop"} for i in range(request.json.get("n", 1))]
     return {"object": "chat.completion", "choices": choices, "usage": totals(given, said)}
 
 
+def chat_batch(request: Request, texts: list[str], given: int, said: int) -> dict[str, Any]:
+    messages = [{"role": "assistant", "content": text} for text in texts]
+    choices = [{"index": i, "message": message, "finish_reason": "stop"} for i, message in enumerate(messages)]
+    return {"object": "chat.completion", "choices": choices, "usage": totals(given, said)}
+
+
+def batch(request: Request, texts: list[str], given: int, said: int) -> dict[str, Any]:
+    rows = request.json["batch_requests"]
+    results = [result({"custom_id": row["custom_id"]}, text) for row, text in zip(rows, texts, strict=True)]
+    for row, done in zip(rows, results, strict=True):
+        done["usage"] = totals(len(row["prompt"]), 1 + row["prompt"].count(" "))
+    return {"results": results}
+
+
+def result(name: dict[str, str], text: str) -> dict[str, Any]:
+    return name | {"status": "succeeded", "output": {"text": text}}
+
+
 def completions(request: Request, texts: list[str], given: int, said: int) -> dict[str, Any]:
-    choices = [{"index": i, "text": text, "finish_reason": "stop"} for i, text in enumerate(texts)]
+    n = request.json.get("n", 1)
+    choices = [{"index": i, "text": texts[i // n], "finish_reason": "stop"} for i in range(len(texts) * n)]
     return {"object": "text_completion", "choices": choices, "usage": totals(given, said)}
 
 
@@ -485,6 +520,8 @@ def totals(given: int, said: int) -> dict[str, int]:
 
 
 ANSWERS: dict[str, Callable[[Request, list[str], int, int], dict[str, Any]]] = {
+    "/chat/completions/batch": chat_batch,
+    "/batch": batch,
     "/chat/completions": chat,
     "/completions": completions,
     "/embeddings": embeddings,
