@@ -12,11 +12,12 @@ DEMO := build/demo
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo test check kinds lock bench bench-flow bench-flow-live bench-packing clean
+.PHONY: help demo test test-faults check kinds lock bench bench-flow bench-flow-live bench-packing clean
 
 help:
 	@echo "make demo            run a job against a simulated provider: progress, rate limits, a report"
 	@echo "make test            check, then every test"
+	@echo "make test-faults     kills, failing disks, power cuts, random histories; LONG=1: 200 kills, 20 power cuts"
 	@echo "make check           pip check, ruff and mypy"
 	@echo "make kinds           the kinds of trouble and their tests"
 	@echo "make lock            refresh $(LOCK) within pyproject.toml's ranges"
@@ -63,6 +64,11 @@ demo: $(RUNTIME)
 
 test: check
 	$(BIN)/python -m pytest
+
+# Kills, failing disks, power cuts, random histories: in a minute, or with LONG=1 in the numbers of the README.
+# As root it also mounts file systems of its own and cuts their power.
+test-faults: $(DEV)
+	FAULTS=$(if $(LONG),long) $(BIN)/python -m pytest tests/faults -rs $(if $(LONG),-s --override-ini=timeout=1800)
 
 check: $(DEV)
 	$(BIN)/python -m pip check

@@ -171,3 +171,10 @@ def test_virtual_hours_are_played_to_their_end() -> None:
     result = simulate(Flow(rpm=60), ServerModel(latency_s=10.0), islice(workload(), 6_000))
     assert (result.succeeded, result.refused) == (6_000, 0)
     assert result.duration_s == pytest.approx(6_000 / 0.98, rel=0.01)
+
+
+def test_a_bucket_that_holds_less_than_a_minute_is_used_to_the_full_and_does_not_slow_down() -> None:
+    server = ServerModel(latency_s=0.3, spread=0.0, calls_per_s=40, burst_calls=10, headers=True, hints=True)
+    result = run(server, until_s=400)
+    assert min(per_s(result, 60, 120), per_s(result, 330, 390)) >= 0.95 * 40
+    assert result.refused <= 0.01 * result.sends

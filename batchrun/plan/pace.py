@@ -83,12 +83,15 @@ class KnownQuota:
     is filled (a full one may be emptied at once) but never overdrawn.
     """
 
-    __slots__ = ("_basis", "_before", "_before_last", "_group_at", "_least_scale", "_scale", "_sent", "own", "told")
+    __slots__ = (
+        "_basis", "_before", "_before_last", "_fullest", "_group_at", "_least_scale", "_scale", "_sent", "own", "told",
+    )  # fmt: skip
 
     LEARN_FROM = 0.05
     """Of the limit: so much must have been charged between two replies before they say how the server charges."""
 
-    def __init__(self, now: float, own: Pace | None, *, least_scale: float = 1.0) -> None:
+    def __init__(self, now: float, own: Pace | None, *, least_scale: float | None = None) -> None:
+        """``least_scale``: the least share of a call's most that a server may charge; None: it counts calls."""
         self._sent = 0.0
         self._group_at = now
         self._before = self._before_last = 0.0
@@ -96,6 +99,8 @@ class KnownQuota:
         self._least_scale = least_scale
         self._scale = 1.0
         self._basis: tuple[float, float, float] | None = None
+        self._fullest = 0.0
+        """The most that the bucket was seen to hold: it may be smaller than the limit of a whole minute."""
         self.told: Pace | None = None
         self.own = own
 
@@ -154,17 +159,19 @@ class KnownQuota:
             self.told = Pace(now, SHARE * rate, burst)
         self.told.turn(now, SHARE * rate, burst)
         if quota.remaining is not None:
-            self._learn_scale(sent_at, remaining, rate, quota.limit, mark.sent)
+            if self._least_scale is not None:
+                self._learn_scale(sent_at, remaining, rate, quota.limit, mark.sent, self._least_scale)
             low = remaining - (self._sent - mark.surely_seen) * self._scale
             high = remaining - (self._sent - mark.sent) * self._scale + rate * (now - sent_at)
             self.told.between(now, low, low if first else max(low, high))
 
-    def _learn_scale(self, at: float, remaining: float, rate: float, limit: int, mark: float) -> None:
+    def _learn_scale(self, at: float, remaining: float, rate: float, limit: int, mark: float, least: float) -> None:
         """Compares what the server took between two replies with what may have been charged at most.
 
         So a server that charges max_tokens at admission, one that charges the true use, and one that counts tokens
         in its own way are all used to the full.
         """
+        self._fullest = max(self._fullest, remaining)
         if self._basis is None:
             self._basis = (at, remaining, mark)
             return
@@ -173,8 +180,8 @@ class KnownQuota:
             return
         self._basis = (at, remaining, mark)
         charged = (before - remaining + rate * (at - then)) / (mark - first)
-        if charged > 0.0 and max(before, remaining) < limit:  # a full bucket does not show what flowed over
-            self._scale += 0.5 * (max(self._least_scale, min(4.0, charged)) - self._scale)
+        if charged > 0.0 and max(before, remaining) < self._fullest:  # a full bucket does not show what flowed over
+            self._scale += 0.5 * (max(least, min(4.0, charged)) - self._scale)
 
 
 class Sample:

@@ -57,13 +57,15 @@ def take_vector(row: Row, items: Sequence[msgspec.Raw], head: Head) -> Answer | 
     return Answer(vector, head.start + b'"data":[{"object":"embedding","index":0,"embedding":' + vector + b"}]")
 
 
-_HUGE = re.compile(rb"e\+?[1-9][0-9]{2}|E")
+_HUGE = re.compile(rb"e\+?0*[1-9][0-9]{2}")
 
 
-def _is_plain(vector: bytes) -> bool:
+def _is_plain(value: bytes) -> bool:
     """Whether a valid JSON value can be read back wherever it is written: flat, its text whole, no 1e999 in it."""
-    flat = vector.isascii() and vector.find(b"[", 1) < 0 and b"{" not in vector
-    return flat and (not (b"e" in vector or b"E" in vector) or _HUGE.search(vector) is None)
+    if not value.isascii() or value.find(b"[", 1) >= 0 or b"{" in value or b"E" in value:
+        return False
+    exponents = value.count(b"e")
+    return exponents == 0 or exponents == value.count(b"e-") or _HUGE.search(value) is None
 
 
 def take_choices(row: Row, items: Sequence[msgspec.Raw], head: Head) -> Answer | None:

@@ -101,7 +101,7 @@ def _unpack(name: PackingName, rows: tuple[Row, ...], response: HttpResponse) ->
         return _broken(response, missing)
     if isinstance(top, _Vectors):
         items = [item.embedding if item else _NONE for item in top.data]
-        marks, named, each = [_whole_number(item.index) if item else -1 for item in top.data], False, 1
+        marks, named, each = [_whole_number(item.index) if item else None for item in top.data], False, 1
     elif isinstance(top, _Choices):
         items = top.choices
         each = _answers_a_row(rows[0]) if name == "completions" else 1
@@ -203,7 +203,7 @@ def _index_of(item: msgspec.Raw) -> int | None:
     try:
         return _whole_number(_index.decode(item).index)
     except msgspec.ValidationError:
-        return -1
+        return None
 
 
 def _whole_number(raw: msgspec.Raw) -> int | None:

@@ -118,7 +118,13 @@ def make_private_dir(path: Path) -> None:
 def is_job(path: Path) -> bool:
     """Whether a directory holds a job; one that was killed before its first commit is none yet."""
     database = path / DATABASE
-    return database.exists() and database.stat().st_size > 0
+    if not database.exists() or database.stat().st_size == 0:
+        return False
+    try:
+        with contextlib.closing(_open_to_read(database)) as db:
+            return db.execute("SELECT 1 FROM sqlite_master WHERE name='job'").fetchone() is not None
+    except sqlite3.Error:  # whoever opens it says what is wrong
+        return True
 
 
 def private_file(path: Path) -> BinaryIO:
@@ -394,7 +400,6 @@ class Store(View):
         try:
             if fresh:
                 private_file(path).close()
-                reached("create")
             self._write = sqlite3.connect(path, isolation_level=None, check_same_thread=False, cached_statements=256)
             if self._write.execute("PRAGMA journal_mode=WAL").fetchone()[0] != "wal":  # how SQLite says that it failed
                 raise sqlite3.OperationalError(f"no write-ahead log can be made for {path}")
@@ -405,6 +410,7 @@ class Store(View):
             ):
                 self._write.execute(f"PRAGMA {pragma}")
             if self._write.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0:
+                reached("create")
                 start = f"INSERT INTO job VALUES ('format', '{FORMAT}')"  # noqa: S608 - a constant
                 self._write.executescript(f"BEGIN;{_SCHEMA}{start};COMMIT;")
                 sync_dir(directory)

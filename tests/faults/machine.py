@@ -20,7 +20,7 @@ from typing import Self
 
 import pytest
 
-from batchrun.run.store import View
+from batchrun.run.store import View, is_job
 from tests.faults.server import FaultServer
 from tests.support import Shell
 
@@ -57,7 +57,7 @@ class Standing:
 
 def look(job: Path) -> Standing:
     """Returns how a job stands in its store; nothing where it has not begun."""
-    if not (job / "state.db").exists() or not (job / "state.db").stat().st_size:
+    if not is_job(job):
         return Standing({}, set(), set())
     view = View(job)
     try:

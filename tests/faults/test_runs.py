@@ -71,7 +71,7 @@ import os, subprocess
 from pathlib import Path
 from batchrun.run.store import JobLock
 JobLock(Path({str(job)!r})).acquire()
-child = subprocess.Popen(["sleep", "60"], close_fds=False)
+child = subprocess.Popen(["sleep", "60"], close_fds=False, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 print(child.pid, flush=True)
 os.kill(os.getpid(), 9)
 """
