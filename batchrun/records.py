@@ -114,6 +114,8 @@ class HttpRequest:
     headers: tuple[tuple[bytes, bytes], ...]
     content: bytes
     method: str = "POST"
+    max_reply_bytes: int = 32 * 1024 * 1024
+    """Decoded; a larger reply is given up."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -214,7 +214,6 @@ def test_nothing_heavy_is_imported_before_a_command_runs():
         (["submit", "x", "--template", ""], "--template: is empty", "value"),
         (["submit", "x", "--system", "\udcff"], "--system: is not valid UTF-8", "UTF-8"),
         (["submit", "x", "--endpoint", "chats"], "--endpoint: `chats` is none of chat,", "did you mean `chat`?"),
-        (["submit", "x", "--mode", "packed"], "--mode: `packed` is not there yet", "live"),
         (["submit", "x", "--mode", "deferred"], "--mode: `deferred` is not there yet", "live"),
         (["submit", "x", "--on-doubt", "ask"], "--on-doubt: `ask` is none of resend, fail", "did you mean"),
         (["submit", "x", "--base-url", "api.example.com"], "--base-url: `api.example.com`", "https://"),

@@ -207,14 +207,28 @@ def test_rows_that_an_answer_leaves_out_are_asked_again() -> None:
     first = play.out[0]
     end = play.end(first, reply(first, without=(2, 3)))
     assert [each.line for each in end.succeeded] == [1, 4]
-    assert [[each.line for each in again.rows] for again in end.again] == [[2, 3]]
+    assert [[each.line for each in again.rows] for again in end.again] == [[2], [3]]
     play.wait(3)
-    (again,) = play.out
-    assert (again.attempts, again.tokens, again.sends) == (1, 200, 2)
-    end = play.end(again, reply(again, without=(2, 3)))
-    assert [each.line for each in end.failed] == [2, 3]
-    assert end.fault is not None
-    assert end.fault.kind == "garbled"
+    assert [(again.attempts, again.tokens, again.sends) for again in play.out] == [(1, 100, 2)] * 2
+    ends = [play.end(again, reply(again, without=play.lines_out)) for again in list(play.out)]
+    assert [[each.line for each in end.failed] for end in ends] == [[2], [3]]
+    assert {end.fault.kind for end in ends if end.fault is not None} == {"garbled"}
+
+
+def test_a_packed_call_that_always_fails_is_halved_until_only_the_row_at_fault_is_left() -> None:
+    play = Play(Flow(concurrency=8, max_attempts=2))
+    play.offer(call(*range(1, 9)))
+    failed: list[int] = []
+    succeeded: list[int] = []
+    while len(failed) + len(succeeded) < 8 and play.now < 3_000:
+        play.wait(0.5)
+        for each in list(play.out):
+            bad = any(one.line == 5 for one in each.rows)
+            end = play.end(each, BROKEN if bad else None)
+            failed += [one.line for one in end.failed]
+            succeeded += [one.line for one in end.succeeded]
+    assert failed == [5]
+    assert sorted(succeeded) == [1, 2, 3, 4, 6, 7, 8]
 
 
 def test_a_codec_that_learned_asks_again_at_once_and_no_attempt_is_counted() -> None:
@@ -756,3 +770,17 @@ def test_a_packed_call_that_cannot_go_is_asked_row_by_row_and_no_send_is_counted
     play.schedule.close()
     assert sorted(sent) == [(1,), (2,), (3,), (4,)]
     assert play.schedule.in_flight == 0
+
+
+def test_what_a_last_attempt_leaves_out_fails_and_what_a_stopped_run_leaves_out_stays_pending() -> None:
+    last = Play(Flow(max_attempts=1))
+    last.offer(call(1, 2))
+    last.send_all()
+    end = last.end(last.out[0], reply(last.out[0], without=(2,)))
+    assert ([row.line for row in end.succeeded], [row.line for row in end.failed]) == ([1], [2])
+    stopped = Play(Flow())
+    stopped.offer(call(1, 2))
+    stopped.send_all()
+    stopped.schedule.drain(0.0, Stop("interrupted", Exit.SIGINT, "test"))
+    end = stopped.end(stopped.out[0], reply(stopped.out[0], without=(2,)))
+    assert ([row.line for row in end.succeeded], [row.line for row in end.held]) == ([1], [2])

@@ -177,6 +177,24 @@ def test_one_row_is_sent_and_read_by_the_provider_itself():
     assert provider.counts_max_tokens == alone.counts_max_tokens
 
 
+def test_packings_of_several_endpoints_stand_one_in_another():
+    inner, preset = packed("embeddings"), resolve("openai", None)
+    outer = make_packed(inner, packing("completions"), preset)
+    assert isinstance(outer, PackedProvider)
+    assert outer.encode(texts(2)) == inner.encode(texts(2))
+    assert outer.encode(prompts(2)) == packed("completions").encode(prompts(2))
+    assert values(answer("", texts(2), {"data": [item(1, 1), item(0, 0)]}, provider=outer)) == {
+        "id-1": [0],
+        "id-2": [1],
+    }
+    assert not outer.adapt(texts(2), Fault("rejected", "no", 400))
+    answer("", prompts(2), {"choices": [choice(0, "only")]}, provider=outer)
+    assert (outer.only_first, inner.only_first) == (True, False)
+    answer("", texts(3), {"data": [item(None, 1), item(None, 2)]}, provider=inner)
+    assert inner.only_first
+    assert make_packed(inner, packing("completions"), preset).only_first
+
+
 def test_a_learnt_limit_name_is_used_in_packed_calls_too():
     asked, provider = chats(2, max_tokens=5), packed("vllm-chat")
     error = {"message": "Unsupported parameter", "code": "unsupported_parameter", "param": "max_tokens"}
@@ -501,7 +519,12 @@ def test_a_gateways_result_keeps_its_members_and_gains_choices():
         assert (output.usage, output.usage_shared) == (Usage(10, 5), False)
     assert got.usage == Usage(20, 10)
     prompt = rows("completions", {"model": "m", "prompt": "a"}, {"model": "m", "prompt": "b"})
-    assert values(answer("gateway-batch", prompt, {"results": results[:1]})) == {"id-1": "a"}
+    preset = resolve("openai", None)
+    found = packing_for(preset, "completions", "gateway-batch", "packed")
+    assert found is not None
+    provider = make_packed(make_provider(preset, None), found, preset)
+    assert values(answer("", prompt, {"results": results[:1]}, provider=provider)) == {"id-1": "a"}
+    assert orjson.loads(provider.encode(prompt).content)["batch_requests"][1] == {"custom_id": "id-2", "prompt": "b"}
 
 
 @pytest.mark.parametrize("number", [b"1e999", b"1E400", b"[[1e999]]"])
@@ -591,7 +614,8 @@ def test_what_is_not_told_stays_unknown():
 
 def refused(status: int, message: str, code: str | None = None, name="embeddings", provider=None) -> Fault:
     body = orjson.dumps({"error": {"message": message, "type": "invalid_request_error", "code": code}})
-    fault = (provider or packed(name)).decode(texts(2), HttpResponse(status, {}, body))
+    asked = texts(2) if name == "embeddings" else prompts(2)
+    fault = (provider or packed(name)).decode(asked, HttpResponse(status, {}, body))
     assert isinstance(fault, Fault)
     return fault
 
@@ -639,9 +663,9 @@ def test_an_error_inside_a_200_is_an_error():
 
 def test_a_server_that_fails_on_arrays_is_noticed_when_the_same_rows_fail_again():
     provider = packed("completions")
-    first = refused(500, "oops", provider=provider)
+    first = refused(500, "oops", name="completions", provider=provider)
     assert (first.kind, provider.only_first) == ("overloaded", False)
-    again = refused(500, "oops", provider=provider)
+    again = refused(500, "oops", name="completions", provider=provider)
     assert (again.kind, again.maybe_processed) == ("rejected", True)  # so that the call is halved
     assert provider.notice == "the server fails on calls of several rows: going on with one row per call"
 

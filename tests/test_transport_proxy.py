@@ -132,13 +132,15 @@ def no_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def send(proxy: Proxy, url: str, timeout_s: float = 5.0, times: int = 1) -> list[HttpResponse | Fault]:
+def send(
+    proxy: Proxy, url: str, timeout_s: float = 5.0, times: int = 1, most: int = 1 << 25
+) -> list[HttpResponse | Fault]:
     """Makes attempts one after the other through the proxy."""
 
     async def main() -> list[HttpResponse | Fault]:
         client = Client(ProxiedTransport(proxied.httpx.Proxy(proxy.url), limit=4))
         try:
-            request = HttpRequest(f"{url}/v1/chat/completions", HEADERS, CHAT)
+            request = HttpRequest(f"{url}/v1/chat/completions", HEADERS, CHAT, max_reply_bytes=most)
             return [await client.send(request, timeout_s) for _ in range(times)]
         finally:
             await client.aclose()
@@ -241,7 +243,6 @@ def test_a_redirect_is_not_followed_and_no_cookie_is_kept_behind_a_proxy(proxy, 
 def test_replies_are_decoded_and_bounded_behind_a_proxy(proxy, secure, monkeypatch):
     import gzip
 
-    monkeypatch.setattr(proxied, "MAX_REPLY_BYTES", 50_000)
     monkeypatch.setattr(proxied, "MAX_ERROR_BYTES", 20_000)
     monkeypatch.setattr(proxied, "ERROR_BODY_S", 0.2)
     packed = {"content-encoding": "gzip"}
@@ -256,7 +257,7 @@ def test_replies_are_decoded_and_bounded_behind_a_proxy(proxy, secure, monkeypat
             Reply(200, b"{", length=9, end="close"),
         ]
     )
-    whole, bomb, endless, cut, error_page, slow, short = send(proxy, secure.url, times=7)
+    whole, bomb, endless, cut, error_page, slow, short = send(proxy, secure.url, times=7, most=50_000)
     assert (whole.content, whole.headers.get("content-encoding")) == (b"{}", None)
     assert [told(result)[0] for result in (bomb, endless, cut)] == ["garbled"] * 3
     assert (error_page.status, len(error_page.content) <= 20_000 + 65_536) == (503, True)

@@ -58,15 +58,15 @@ class Packer:
         self._packed: deque[Batch] = deque()
         self._next_id = 1
 
-    def add(self, row: Row, tokens: int) -> None:
-        """Takes a row in; ``tokens`` is its input plus what is reserved for its output."""
+    def add(self, row: Row, tokens: int, size: int | None = None) -> None:
+        """Takes a row in: ``tokens`` for its input and its reserved output, ``size`` in bytes (its body's if None)."""
         key = self._key(row)
         group = self._groups.get(key)
         if group is None:
             if len(self._groups) == self._max_groups:
                 self._flush(next(iter(self._groups)))  # the group that has been open for longest
             group = self._groups[key] = _Group(self._budget, key)
-        group.add(_Item(row, tokens, len(row.body)))
+        group.add(_Item(row, tokens, len(row.body) if size is None else size))
         self._touched = group
 
     def pack(self) -> Batch | None:

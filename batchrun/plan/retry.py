@@ -29,7 +29,8 @@ def judge(fault: Fault, rows: int, attempts: int, max_attempts: int) -> Verdict:
     if fault.kind in ("rejected", "too_large"):
         return "split" if rows > 1 else "fail"
     if fault.maybe_processed and attempts >= max_attempts:
-        return "fail"
+        # One row may be what the server stumbles over: the others must not fail with it.
+        return "split" if rows > 1 else "fail"
     return "again"
 
 

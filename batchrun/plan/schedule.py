@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 import random
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from decimal import Decimal
 from math import inf
 from typing import Literal
@@ -252,16 +253,22 @@ class Schedule:
         return self._answered_in_part(now, call, reply, lost_usd)
 
     def _answered_in_part(self, now: float, call: Call, reply: Reply, lost_usd: Decimal) -> Settlement:
-        """Rows that the reply leaves out are asked again, like any reply that cannot be read."""
+        """Rows that the reply leaves out are asked again, each alone; a reply without any is like one unread."""
         answered = tuple(row for row in call.rows if row.custom_id in reply.outputs)
-        missing = tuple(row for row in call.rows if row.custom_id not in reply.outputs)
         fault = Fault("garbled", "the reply has no answer for this row", reply.status, maybe_processed=True)
-        rest = call
-        if answered:
-            self._trouble.pop(call, None)
-            rest = _part(call, missing)
-        after = self._after_fault(now, rest, fault)
-        return Settlement(answered, after.failed, after.again, after.held, lost_usd, fault)
+        if not answered:
+            return replace(self._after_fault(now, call, fault), lost_usd=lost_usd, fault=fault)
+        self._trouble.pop(call, None)
+        missing = tuple(row for row in call.rows if row.custom_id not in reply.outputs)
+        if call.attempts >= self._flow.max_attempts:
+            self._failed += len(missing)
+            return Settlement(answered, missing, lost_usd=lost_usd, fault=fault)
+        if self.stop is not None:
+            return Settlement(answered, held=missing, lost_usd=lost_usd, fault=fault)
+        alone = tuple(_part(call, (row,)) for row in missing)
+        for part in alone:  # at once: the server works, and this is no retry of what it did not answer for them
+            self._make_ready(part, fresh=False)
+        return Settlement(answered, again=alone, lost_usd=lost_usd, fault=fault)
 
     def _faulted(
         self, now: float, call: Call, flight: Flight, fault: Fault, cost_usd: Decimal | None, *, adapted: bool

@@ -35,10 +35,15 @@ def make_packed(provider: Provider, packing: Packing, preset: Preset) -> Provide
     return PackedProvider(provider, packing, preset.base_url + packing.path, quotas_of(preset))
 
 
-class PackedProvider:
-    """A provider whose calls may carry several rows. One row is encoded and decoded by the provider itself.
+_MAX_PART_BYTES = 128 * 1024
+"""A row's part of a reply: a vector of 3,072 numbers takes some 40 kB, a pretty-printed one three times that."""
 
-    Rows of a call have the same ``packing.key``; what the call states once is taken from the first.
+
+class PackedProvider:
+    """A provider whose calls may carry several rows of one endpoint.
+
+    Single rows, and those of other endpoints, are encoded and decoded by the wrapped provider, which may have a packing
+    of its own. Rows of a call have the same ``packing.key``; what the call states once is taken from the first.
     """
 
     def __init__(
@@ -56,16 +61,25 @@ class PackedProvider:
         """It has answered several rows of one call, so a missing answer is that row's own trouble."""
         self._failed: set[str] = set()
         """First rows of calls that met a 500 before that."""
-        self.notice: str | None = None
-        """Why the run goes on with one row per call, for people; None while calls of several rows work."""
+        self._notice: str | None = None
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self._packing.name} of {self._provider!r}>"
 
     @property
+    def notice(self) -> str | None:
+        """Why the run goes on with one row per call, for people; None while calls of several rows work."""
+        if self._notice is None and isinstance(self._provider, PackedProvider):
+            return self._provider.notice
+        return self._notice
+
+    @property
     def only_first(self) -> bool:
         """Whether the server has shown that it cannot answer several rows in one call: send one row per call."""
         return self.notice is not None
+
+    def _shares(self, rows: tuple[Row, ...]) -> bool:
+        return len(rows) > 1 and rows[0].endpoint == self._packing.endpoint
 
     @property
     def name(self) -> str:
@@ -99,16 +113,17 @@ class PackedProvider:
 
     def encode(self, rows: tuple[Row, ...]) -> HttpRequest:
         """Returns the request for ``rows``, built of their bodies' own bytes."""
+        if not self._shares(rows):
+            return self._provider.encode(rows)
         alone = self._provider.encode(rows[:1])
-        if len(rows) == 1:
-            return alone
         name = self._packing.name
         content = _batch_requests(rows) if name == "gateway-batch" else _array(name, rows, alone.content)
-        return HttpRequest(self._url, alone.headers, content)
+        most = max(alone.max_reply_bytes, len(rows) * _MAX_PART_BYTES)
+        return HttpRequest(self._url, alone.headers, content, max_reply_bytes=most)
 
     def decode(self, rows: tuple[Row, ...], response: HttpResponse) -> Reply | Fault:
         """Returns an Output for each row that was answered, matched by index or custom_id. Never raises."""
-        if len(rows) == 1:
+        if not self._shares(rows):
             return self._provider.decode(rows, response)
         if not 200 <= response.status < 300:
             return self._fault(rows, response, None)
@@ -127,9 +142,9 @@ class PackedProvider:
 
     def adapt(self, rows: tuple[Row, ...], fault: Fault) -> bool:
         """Returns True where these rows are now spelt otherwise; what the call states once, the first row tells."""
-        if len(rows) > 1 and self._packing.name == "gateway-batch":
-            return False
-        return self._provider.adapt(rows[:1], fault)
+        if not self._shares(rows):
+            return self._provider.adapt(rows, fault)
+        return self._packing.name != "gateway-batch" and self._provider.adapt(rows[:1], fault)
 
     def _fault(self, rows: tuple[Row, ...], response: HttpResponse, broken: Broken | None) -> Fault:
         _, doc = load(response.content)
@@ -146,7 +161,7 @@ class PackedProvider:
         return fault
 
     def _go_alone(self, notice: str) -> None:
-        self.notice = self.notice or notice
+        self._notice = self._notice or notice
 
 
 def _split(reply: Reply) -> Fault:

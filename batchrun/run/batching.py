@@ -90,7 +90,8 @@ class Batching:
         packing = self._packings.get(row.endpoint)
         packed = packing is not None and packing.key(row) is not None
         packer = self._packers[row.endpoint] if packed else self._live
-        packer.add(row, self._calibration.correct(row.model, row.tokens) + (row.max_output or 0))
+        tokens = self._calibration.correct(row.model, row.tokens) + (row.max_output or 0)
+        packer.add(row, tokens, packing.size(row) if packing is not None and packed else None)
         while (batch := packer.pack()) is not None:
             yield self._prepared(batch, packed=packed)
 

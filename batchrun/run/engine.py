@@ -163,6 +163,7 @@ class Engine:
         self._timer: asyncio.TimerHandle | None = None
         self._grace: asyncio.TimerHandle | None = None
         self._held_bytes = 0
+        self._told: set[str] = set()
         self._commits: set[asyncio.Future[None]] = set()
         self._uncommitted: list[Operation] = []
         self._error: Exception | None = None
@@ -301,15 +302,16 @@ class Engine:
             self._schedule.unpack(self._clock(), call)
             return
         try:
+            reached("intent")
             request = provider.encode(call.rows)
         except Exception:
             self._schedule.release(self._clock(), call)
             raise
         if not await self._intend(call):
             return
-        reached("send")
         started = self._clock()
         try:
+            reached("send")
             answer = await self._client.send(request, self._timeout_s)
             reached("reply")
             if isinstance(answer, Fault):
@@ -317,6 +319,7 @@ class Engine:
             else:
                 result = provider.decode(call.rows, self._redactor.response(answer))
             adapted = isinstance(result, Fault) and provider.adapt(call.rows, result)
+            self._tell(getattr(provider, "notice", None))
             costs = self._costs(call, result)
         except Exception:
             unread = Fault("garbled", "batchrun could not read the reply", maybe_processed=True)
@@ -333,7 +336,6 @@ class Engine:
 
     async def _intend(self, call: Call) -> bool:
         """Makes a call's intents durable. Returns whether it may be sent."""
-        reached("intent")
         at, reserved = self._wall(), call.reserved_usd
         intents: list[Operation] = []
         for row in call.rows:
@@ -427,6 +429,12 @@ class Engine:
         self._commits.add(commit)
         commit.add_done_callback(done)
 
+    def _tell(self, notice: str | None) -> None:
+        """Says once what a codec has noticed of its server."""
+        if notice is not None and notice not in self._told:
+            self._told.add(notice)
+            self._console.notice(notice)
+
     def _notes(self) -> list[Operation]:
         offset = self._wall() - self._clock()
         notes = self._schedule.notes()
@@ -452,7 +460,7 @@ class Engine:
                 batch, now = prepared.batch, self._clock()
                 for call in prepared.calls:
                     call.ready_at = now
-                self._held_bytes += batch.bytes
+                self._held_bytes += sum(len(row.body) for row in batch.rows)
                 opened = Opened(batch.id, len(batch.rows), batch.tokens, batch.bytes, self._batch_tokens)
                 self._keep([opened])
                 self._schedule.offer(now, prepared.calls)

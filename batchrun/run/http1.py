@@ -154,13 +154,16 @@ class Connection(asyncio.Protocol):
         """
         return self.usable and not self._transport.is_closing() and not self._poll.poll(0)
 
-    def exchange(self, head: bytes, body: bytes, deadline: float) -> asyncio.Future[Answer]:
+    def exchange(
+        self, head: bytes, body: bytes, deadline: float, max_reply_bytes: int = MAX_REPLY_BYTES
+    ) -> asyncio.Future[Answer]:
         """Writes a request; the future gives its Answer, or an exception of the table above by ``deadline``.
 
         A cancelled future leaves the connection in an unknown state: ``close`` it.
         """
         self.usable = False
         self._deadline = deadline
+        self._cap = max_reply_bytes
         self._waiter = self._loop.create_future()
         self._timer = self._loop.call_at(deadline, self._expire)
         self._transport.writelines((head, body))

@@ -110,9 +110,10 @@ class ProxiedTransport(httpx.AsyncBaseTransport):
 
         try:
             async with asyncio.timeout_at(started + connect_s) as bound:
+                cap = request.extensions.get("max_reply_bytes", MAX_REPLY_BYTES)
                 request.extensions = {"trace": on_event}
                 response = await self._opened().handle_async_request(request)
-                return await _whole(response)
+                return await _whole(response, cap)
         except TimeoutError:
             if is_sent:
                 raise httpx.ReadTimeout("the reply was not complete in time") from None
@@ -151,7 +152,7 @@ def _unsent(error: httpx.TransportError, url: httpx.URL) -> httpx.TransportError
     return httpx.ConnectError(f"no connection through the proxy: {error or type(error).__name__}")
 
 
-async def _whole(response: httpx.Response) -> httpx.Response:
+async def _whole(response: httpx.Response, cap: int) -> httpx.Response:
     """Reads a reply to its end, within the bounds of `run.http1`: the status outranks the body where it is not 2xx."""
     if response.status_code == httpx.codes.PROXY_AUTHENTICATION_REQUIRED:
         await response.aclose()
@@ -161,7 +162,7 @@ async def _whole(response: httpx.Response) -> httpx.Response:
     content = bytearray()
     try:
         if response.is_success:
-            await _read(response, content, encodings, MAX_REPLY_BYTES)
+            await _read(response, content, encodings, cap)
         else:
             with contextlib.suppress(TimeoutError, httpx.RequestError):
                 async with asyncio.timeout(ERROR_BODY_S):

@@ -19,7 +19,7 @@ from typing import TypeAlias
 import httpx
 
 from batchrun.records import Fault, HttpRequest, HttpResponse
-from batchrun.run.http1 import Answer, Connection
+from batchrun.run.http1 import MAX_REPLY_BYTES, Answer, Connection
 
 __all__ = ["Client", "Http1Transport", "TLSRefused", "connect_error", "fault", "fd_budget", "tls_context"]
 
@@ -73,7 +73,10 @@ class Client:
                     url,
                     headers=request.headers,
                     content=request.content,
-                    extensions={"timeout": {"connect": min(CONNECT_S, timeout_s), "read": timeout_s}},
+                    extensions={
+                        "timeout": {"connect": min(CONNECT_S, timeout_s), "read": timeout_s},
+                        "max_reply_bytes": request.max_reply_bytes,
+                    },
                 )
             )
             content = await response.aread()
@@ -157,7 +160,8 @@ class Http1Transport(httpx.AsyncBaseTransport):
         if connection is None:
             connection = await self._connect(loop, origin, min(timeout.get("connect") or CONNECT_S, total_s))
         try:
-            answer = await connection.exchange(head, body, started + total_s)
+            cap = request.extensions.get("max_reply_bytes", MAX_REPLY_BYTES)
+            answer = await connection.exchange(head, body, started + total_s, cap)
         except BaseException:
             connection.close()
             raise
