@@ -24,6 +24,7 @@ class History:
         self.flow = flow
         self.schedule = Schedule(flow, random.Random(seed + 1), 0.0)
         self.calls = list(calls)
+        self.halvings = max((len(each.rows) - 1).bit_length() for each in calls) if calls else 0
         self.lines = {row.line for each in calls for row in each.rows}
         self.now = 0.0
         self.out: list[tuple[float, int, Call]] = []
@@ -88,7 +89,8 @@ class History:
         )
         self.ended.update(row.line for row in (*end.succeeded, *end.failed))
         self.held |= {row.line for row in end.held}
-        assert all(each.attempts <= self.flow.max_attempts for each in end.again)
+        # A call of many rows that keeps failing is halved down to the row at fault: an attempt more at each halving.
+        assert all(each.attempts <= self.flow.max_attempts + self.halvings for each in end.again)
 
     def check(self) -> None:
         assert self.schedule.in_flight == len(self.out) or self.schedule.in_flight == len(self.out) + 1

@@ -426,8 +426,7 @@ class Store(View):
 
     def _load_fold(self) -> None:
         kept = self.get("fold")
-        if kept is not None:
-            self.fold.load(kept)
+        self.fold.load(self._empty if kept is None else kept)
         self._kept = self._dumped = self.fold.dump()
 
     @contextlib.contextmanager
@@ -444,6 +443,8 @@ class Store(View):
                 self.fold.load(self._kept)
                 if self._write.in_transaction:
                     self._write.execute("ROLLBACK")
+                with contextlib.suppress(sqlite3.Error):
+                    self._load_fold()  # a commit that failed may have become durable all the same
                 raise
         except (sqlite3.Error, OSError) as error:
             raise _storage_error(error) from error
@@ -518,7 +519,7 @@ class Store(View):
             self._write.close()
             self._write = sqlite3.connect(self._path, isolation_level=None)
             self._write.execute("PRAGMA synchronous=FULL")
-            self._load_fold()  # a commit that failed may have become durable all the same
+            self._load_fold()
             self.apply([o for o in operations if isinstance(o, Settled) and not self.is_settled(o.line)])
         except (BatchrunError, sqlite3.Error):
             return False

@@ -25,7 +25,7 @@ from typing import Any, Literal
 import anyio
 import anyio.to_thread
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from batchrun.config import load
@@ -471,6 +471,7 @@ def check_files(world: World, records: dict[int, bytes]) -> None:
     suppress_health_check=[HealthCheck.too_slow],
 )
 @given(HISTORIES)
+@example(History(1, 1, 1, 5, "resend", 40.0, 2, [Ending("disk fails afterwards", step=15)]))  # durable, yet untold
 @pytest.mark.timeout(1800)
 def test_after_any_history_each_row_is_settled_once_within_the_cap_and_nothing_is_forgotten(history: History) -> None:
     play(history)
