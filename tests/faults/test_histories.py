@@ -464,7 +464,7 @@ def check_files(world: World, records: dict[int, bytes]) -> None:
 
 
 @settings(
-    max_examples=3000 if LONG else 60,
+    max_examples=2000 if LONG else 50,
     deadline=None,
     derandomize=not LONG,
     database=None,

@@ -69,7 +69,7 @@ def test_from_the_nth_call_on_that_the_disk_fails_nothing_more_is_sent(
     calls = sum(event[0] == kind[0].upper() for event in events)
     assert calls > 20
     what, _, once = kind.partition(":")
-    step = {"sync": 1, "write": 4}[what] if LONG else calls // 5
+    step = {"sync": 1, "write": 4}[what] if LONG else calls // 3
     fails = [":".join(filter(None, (what, str(n), once))) for n in range(1, calls, step)]
     with ThreadPoolExecutor(2) as two:
         noticed = list(two.map(lambda fail: check_fail_stop(shell, server, shim, fail.replace(":", "-"), fail), fails))
