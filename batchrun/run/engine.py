@@ -69,6 +69,10 @@ _SIGNALS: Mapping[signal.Signals, Exit] = {
 }
 
 
+_HURRIED = frozenset({"interrupted", "deadline", "failed"})
+"""Reasons to stop that give what is in flight no more than the grace."""
+
+
 class Client(Protocol):
     """Sends one request. Outcomes are values: whatever goes wrong on the way is a Fault."""
 
@@ -102,7 +106,7 @@ class Counters:
             else:
                 self.failed += 1
         elif isinstance(operation, Returned):
-            self.refused += operation.refused
+            self.refused += operation.refused and operation.counts
         else:
             return
         if operation.cost_usd is not None:
@@ -257,18 +261,21 @@ class Engine:
             except BatchrunError as error:  # a call that cannot be priced
                 self._fail(error)
                 return
-            if isinstance(decision, Send):
-                self._hand_out(decision)
-                continue
-            if isinstance(decision, Sleep):
-                self._wake_at(now, decision.until)
-            elif isinstance(decision, Done):
-                self._finished.set()
-            elif isinstance(decision, Idle):
-                pass
+            match decision:
+                case Send():
+                    self._hand_out(decision)
+                    continue
+                case Sleep(until):
+                    self._wake_at(now, until)
+                case Done():
+                    self._finished.set()
+                case Idle():
+                    pass  # a reply, or the next batch, asks again
             break
         if schedule.stop is not None:
-            if self._grace is None:
+            # Where nobody is in a hurry, what is in flight has its own time to land: it is being paid for.
+            hurried = schedule.stop.reason in _HURRIED or self._signalled_at is not None
+            if self._grace is None and hurried:
                 # What has not landed by then is in doubt, as its open intents say.
                 self._grace = self._loop.call_later(self._grace_s, self._finished.set)
         elif schedule.wants(now) > 0 and self._held_bytes < _HELD_BYTES:
