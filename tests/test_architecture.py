@@ -93,4 +93,4 @@ def test_one_module_alone_speaks_http_and_one_alone_speaks_sql() -> None:
         }
 
     assert users("httpx") <= {"run/transport.py", "run/http1.py", "run/proxied.py", "run/sim.py"}
-    assert users("sqlite3") <= {"run/store.py", "run/source.py", "job/pinning.py"}
+    assert users("sqlite3") <= {"run/store.py", "run/view.py", "run/source.py", "job/pinning.py"}

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from batchrun.run.store import JobLock
+from batchrun.run.files import JobLock
 from tests.faults.server import FaultServer, Reply, error
 from tests.support import Shell, chat_reply, prompts
 
@@ -138,7 +138,7 @@ def test_a_rows_url_is_one_of_a_few_paths_or_a_bad_line(shell: Shell, server: Fa
 DYING = """
 import os, signal, subprocess, sys
 from pathlib import Path
-from batchrun.run.store import JobLock
+from batchrun.run.files import JobLock
 JobLock(Path(sys.argv[1])).acquire()
 print(subprocess.Popen(["sleep", "30"], close_fds=False).pid, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)

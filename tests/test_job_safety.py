@@ -215,7 +215,7 @@ def test_metadata_with_a_carriage_return_between_its_members_stays_one_line(shel
 
 
 def test_looking_at_a_job_all_the_time_keeps_no_run_out(shell: Shell, server: FaultServer) -> None:
-    from batchrun.run.store import JobLock
+    from batchrun.run.files import JobLock
 
     shell.write("in.jsonl", prompts(3))
     shell.submit(server, "--limit", "1").told(0)

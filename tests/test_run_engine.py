@@ -25,8 +25,10 @@ from batchrun.report.prices import PriceBook
 from batchrun.report.tally import Tally
 from batchrun.run.batching import Batching, worst_price
 from batchrun.run.engine import Counters, Engine
+from batchrun.run.files import make_private_dir
 from batchrun.run.source import Indexer, RowReader, scan
-from batchrun.run.store import Store, View, make_private_dir
+from batchrun.run.store import Store
+from batchrun.run.view import View
 
 SHAPER = Shaper(Shaping(model="m", max_tokens=10, max_tokens_name="max_tokens"))
 KEY = "sk-sentinel-0123456789"

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from batchrun.errors import BatchrunError, Exit
 from batchrun.intake.shapes import Shaper, Shaping
 from batchrun.report.tally import Tally
+from batchrun.run.files import make_private_dir
 from batchrun.run.source import Indexer, RowReader, Scan, input_as_json, scan
-from batchrun.run.store import Store, make_private_dir
+from batchrun.run.store import Store
 from tests.operations import settled
 
 SHAPER = Shaper(Shaping(model="m"))

@@ -17,7 +17,9 @@ import pytest
 from batchrun.errors import BatchrunError, Exit
 from batchrun.records import Doubted, Operation, Reopened
 from batchrun.report.tally import Tally
-from batchrun.run.store import JobLock, Store, View, make_private_dir, replace_file
+from batchrun.run.files import JobLock, make_private_dir, replace_file
+from batchrun.run.store import Store
+from batchrun.run.view import View
 from tests.operations import returned, sent, settled
 
 
@@ -202,7 +204,7 @@ def test_a_second_lock_is_refused_and_a_dead_holder_leaves_none(job: Path) -> No
     code = f"""
 import sys, time
 from pathlib import Path
-from batchrun.run.store import JobLock
+from batchrun.run.files import JobLock
 JobLock(Path({str(job)!r})).acquire()
 print("held", flush=True)
 time.sleep(60)

@@ -19,9 +19,11 @@ from batchrun.job.running import Outcome, Run
 from batchrun.job.settings import from_json
 from batchrun.records import BadRow
 from batchrun.report.tally import Tally
+from batchrun.run.files import JobLock, make_private_dir
 from batchrun.run.progress import Console
 from batchrun.run.source import scan
-from batchrun.run.store import DATABASE, JobLock, Store, View, is_job, make_private_dir
+from batchrun.run.store import Store
+from batchrun.run.view import DATABASE, View, is_job
 
 __all__ = ["CheckResult", "check", "resume", "submit"]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from batchrun.config import Settings
 from batchrun.errors import BatchrunError
-from batchrun.run.store import DATABASE, is_job
+from batchrun.run.view import DATABASE, is_job
 
 __all__ = ["SUFFIX", "job_directory", "locate"]
 

@@ -20,9 +20,11 @@ from batchrun.job.settings import to_json
 from batchrun.records import BadRow, Line, Operation, Row
 from batchrun.run import settle
 from batchrun.run.failpoint import reached
+from batchrun.run.files import private_file, rename
 from batchrun.run.progress import Console
 from batchrun.run.source import Indexer, input_as_json, scan
-from batchrun.run.store import Store, View, private_file, rename
+from batchrun.run.store import Store
+from batchrun.run.view import View
 
 __all__ = ["SPOOL", "input_of", "open_any", "pin", "readable"]
 

@@ -34,8 +34,9 @@ from batchrun.run.failpoint import reached
 from batchrun.run.progress import Console
 from batchrun.run.sim import SimTransport
 from batchrun.run.source import RowReader, input_as_json
-from batchrun.run.store import Store, View
+from batchrun.run.store import Store
 from batchrun.run.transport import Client, Http1Transport, fd_budget
+from batchrun.run.view import View
 
 __all__ = ["Outcome", "Run"]
 

@@ -12,7 +12,8 @@ from batchrun.report import metrics
 from batchrun.report.metrics import JobStanding
 from batchrun.report.tally import Tally
 from batchrun.run.failpoint import reached
-from batchrun.run.store import Intent, JobLock, View, replace_file
+from batchrun.run.files import JobLock, replace_file
+from batchrun.run.view import Intent, View
 
 __all__ = ["project", "report", "stand", "status", "write_results"]
 

@@ -18,7 +18,7 @@ from batchrun.plan.pack import PackBudget, Packer
 from batchrun.providers.packing import Packing
 from batchrun.records import Batch, Call, Endpoint, GroupKey, Prices, Row
 from batchrun.run.source import RowReader
-from batchrun.run.store import Intent
+from batchrun.run.view import Intent
 
 __all__ = ["UNLIMITED_OUTPUT_TOKENS", "Batching", "Prepared", "budget_of", "worst_price"]
 

@@ -18,7 +18,7 @@ from batchrun.errors import BatchrunError, Exit
 from batchrun.intake.jsonl import MAX_LINE_BYTES, OversizedLine, read_lines
 from batchrun.intake.shapes import Shaper
 from batchrun.records import BadRow, Line, Row
-from batchrun.run.store import Chunk, View
+from batchrun.run.view import Chunk, View
 
 __all__ = ["Indexer", "RowReader", "Scan", "scan"]
 

@@ -1,4 +1,4 @@
-"""The job's one truth: a SQLite file, one writer on a thread of its own, read-only views beside it.
+"""The job's one truth: a SQLite file, with one writer on a thread of its own.
 
 What must hold, whatever happens to the process or the machine:
 
@@ -19,42 +19,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
-import os
 import queue
 import sqlite3
 import threading
-import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from decimal import Decimal
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any
 
 import orjson
 
-from batchrun.errors import BatchrunError, Exit
+from batchrun.errors import BatchrunError
 from batchrun.records import Doubted, Fold, Operation, Reopened, Returned, Sent, Settled
 from batchrun.run.failpoint import reached
+from batchrun.run.files import private_file, sync_dir
+from batchrun.run.view import DATABASE, FORMAT, Chunk, View, storage_error
 
-__all__ = [
-    "DATABASE",
-    "Chunk",
-    "Intent",
-    "JobLock",
-    "Store",
-    "View",
-    "is_job",
-    "make_private_dir",
-    "private_file",
-    "rename",
-    "replace_file",
-]
-
-DATABASE = "state.db"
-
-FORMAT = 1
-"""Version of the tables; a job of another version is refused, never guessed at."""
+__all__ = ["Store"]
 
 _SCHEMA = """
 CREATE TABLE job (key TEXT PRIMARY KEY, value BLOB) WITHOUT ROWID;
@@ -70,325 +50,8 @@ CREATE TABLE outcome (line INTEGER PRIMARY KEY, status INTEGER, kind TEXT, sends
 CREATE TABLE record (line INTEGER PRIMARY KEY, data BLOB);
 """
 
-_CHUNK = "first_line,offset,size,lines,rows,entries"
-
-_LOOKED_AT_S = 0.3
-"""`status` holds the lock for an instant to see whether a run does; a run waits out that much."""
-
 _GROUP = 2_000
 """Most operations in one transaction: bounds the wait of the first of them."""
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """Consecutive lines of the input, ``size`` bytes.
-
-    ``entries`` holds 13 bytes a line: length (u32), class (u8; 0: blank, 1: a row), digest (8).
-    """
-
-    first_line: int
-    offset: int
-    size: int
-    lines: int
-    rows: int
-    entries: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Intent:
-    """A row that was sent and is not settled. ``open``: its last send's end is unknown."""
-
-    line: int
-    custom_id: str
-    sends: int
-    attempts: int
-    open: bool
-    reserved_usd: Decimal
-
-
-# ---------------------------------------------------------------- files
-
-
-def make_private_dir(path: Path) -> None:
-    """Creates ``path`` with mode 0700 whatever the umask; its parent must exist. Raises: FileExistsError."""
-    path.mkdir(mode=0o700)
-    path.chmod(0o700)
-
-
-def is_job(path: Path) -> bool:
-    """Whether a directory holds a job; one that was killed before its first commit is none yet."""
-    database = path / DATABASE
-    if not database.exists() or database.stat().st_size == 0:
-        return False
-    try:
-        with contextlib.closing(_open_to_read(database)) as db:
-            return db.execute("SELECT 1 FROM sqlite_master WHERE name='job'").fetchone() is not None
-    except sqlite3.Error:  # whoever opens it says what is wrong
-        return True
-
-
-def private_file(path: Path) -> BinaryIO:
-    """Opens ``path`` for writing from scratch, mode 0600 whatever the umask."""
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    os.fchmod(fd, 0o600)
-    return os.fdopen(fd, "wb", buffering=1 << 20)
-
-
-@contextlib.contextmanager
-def replace_file(path: Path) -> Iterator[BinaryIO]:
-    """Writes a file that appears whole or not at all: temp → fsync → rename → fsync of the directory."""
-    temporary = path.with_name(f".{path.name}.tmp")  # what a killed run left of it is written over
-    try:
-        with private_file(temporary) as out:
-            yield out
-            out.flush()
-            os.fsync(out.fileno())
-        reached("replace")
-        rename(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def rename(source: Path, target: Path) -> None:
-    """Renames within a directory, durably."""
-    source.replace(target)
-    reached("rename")
-    sync_dir(target.parent)
-
-
-def sync_dir(path: Path) -> None:
-    """Makes the names in ``path`` durable."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-class JobLock:
-    """Says that one run owns a job. Held by the kernel (flock), so a dead run leaves no stale lock.
-
-    The file is not the database: SQLite's own locks on it must not be dropped by closing a second descriptor.
-    """
-
-    def __init__(self, directory: Path) -> None:
-        self._path = directory / "lock"
-        self._fd: int | None = None
-
-    def acquire(self) -> None:
-        """Takes the lock at once. Raises: BatchrunError(75) if another run holds it."""
-        until = time.monotonic() + _LOOKED_AT_S
-        while True:
-            fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if os.fstat(fd).st_ino == self._path.stat().st_ino:
-                    break
-            except (BlockingIOError, FileNotFoundError):
-                if time.monotonic() > until:
-                    holder = os.pread(fd, 32, 0).decode("ascii", "replace").strip()
-                    os.close(fd)
-                    raise BatchrunError(
-                        f"another run holds this job (process {holder or 'unknown'})",
-                        hint="wait for it, or look at `batchrun status`; the lock goes with that process",
-                        exit_code=Exit.BUSY,
-                    ) from None
-            os.close(fd)
-            time.sleep(0.02)
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, str(os.getpid()).encode(), 0)
-        self._fd = fd
-
-    def release(self) -> None:
-        """Gives the lock back."""
-        if self._fd is not None:
-            os.close(self._fd)
-            self._fd = None
-
-    def is_held_elsewhere(self) -> bool:
-        """Whether a run holds the job now. Takes nothing and creates nothing."""
-        try:
-            fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:
-            return False
-        try:
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        finally:
-            os.close(fd)
-        return False
-
-
-def _storage_error(error: BaseException) -> BatchrunError:
-    return BatchrunError(
-        f"storage failed: {error}",
-        hint="free space or mend the disk, then `batchrun resume`: what was shown as done is safe",
-        exit_code=Exit.STORAGE,
-    )
-
-
-def _no_job(directory: Path) -> BatchrunError:
-    return BatchrunError(f"there is no job at {directory}", hint="start one with `batchrun submit INPUT`")
-
-
-def _open_to_read(path: Path) -> sqlite3.Connection:
-    """Opens a database read-only. Where its directory cannot be written, as it is: nobody can be writing to it."""
-    where = path.absolute().as_uri()
-    for mode in ("mode=ro", "mode=ro&immutable=1"):
-        db = sqlite3.connect(f"{where}?{mode}", uri=True, check_same_thread=False)
-        try:
-            db.execute("PRAGMA busy_timeout=5000")
-            db.execute("SELECT count(*) FROM sqlite_master").fetchone()
-        except sqlite3.OperationalError:
-            db.close()
-            if mode != "mode=ro" or path.with_name(f"{path.name}-wal").exists():
-                raise
-        else:
-            return db
-    raise AssertionError("unreachable")
-
-
-# ---------------------------------------------------------------- reading
-
-
-class View:
-    """Read-only queries on a job, also while a run writes to it."""
-
-    def __init__(self, directory: Path) -> None:
-        path = directory / DATABASE
-        if not path.exists():
-            raise _no_job(directory)
-        try:
-            self._db = _open_to_read(path)
-            if self._db.execute("SELECT 1 FROM sqlite_master WHERE name='job'").fetchone() is None:
-                raise _no_job(directory)  # killed before its first commit
-            found = self.get("format")
-        except sqlite3.Error as error:
-            raise _storage_error(error) from error
-        if found != FORMAT:
-            self.close()
-            raise BatchrunError(
-                f"{path} has format {found}, this batchrun reads format {FORMAT}",
-                hint="use the batchrun that made it",
-                exit_code=Exit.INPUT,
-            )
-
-    def close(self) -> None:
-        """Closes the connection."""
-        self._db.close()
-
-    def get(self, key: str) -> Any:  # noqa: ANN401 - JSON
-        """Returns the JSON value kept under ``key``, or None."""
-        row = self._db.execute("SELECT value FROM job WHERE key=?", (key,)).fetchone()
-        return None if row is None else orjson.loads(row[0])
-
-    def rows(self, up_to_line: int | None = None) -> int:
-        """Counts the rows of the input (blank lines are none), at most up to a line that ends a ``limit``."""
-        if up_to_line is None:
-            return int(self._db.execute("SELECT coalesce(sum(rows),0) FROM chunk").fetchone()[0])
-        total = 0
-        for chunk in self.chunks():
-            last = chunk.first_line + chunk.lines - 1
-            if last <= up_to_line:
-                total += chunk.rows
-                continue
-            part = chunk.entries[4 : (up_to_line - chunk.first_line + 1) * 13 : 13]
-            return total + len(part) - part.count(0)
-        return total
-
-    def chunks(self) -> Iterator[Chunk]:
-        """Yields the chunks in input order."""
-        last = 0
-        query = f"SELECT {_CHUNK} FROM chunk WHERE first_line>? ORDER BY first_line LIMIT 16"  # noqa: S608 - constants
-        while True:
-            found = self._db.execute(query, (last,)).fetchall()
-            if not found:
-                return
-            for row in found:
-                yield Chunk(*row)
-            last = found[-1][0]
-
-    def chunk_of(self, line: int) -> Chunk:
-        """Returns the chunk that holds ``line``."""
-        where = "WHERE first_line<=? ORDER BY first_line DESC LIMIT 1"
-        return Chunk(*self._db.execute(f"SELECT {_CHUNK} FROM chunk {where}", (line,)).fetchone())  # noqa: S608 - constants
-
-    def last_line(self) -> int:
-        """Returns the number of the last line known, 0 if there is none."""
-        row = self._db.execute("SELECT first_line+lines-1 FROM chunk ORDER BY first_line DESC LIMIT 1").fetchone()
-        return 0 if row is None else int(row[0])
-
-    def settled_in(self, first: int, last: int) -> set[int]:
-        """Returns the lines from ``first`` to ``last`` that have an outcome."""
-        query = "SELECT line FROM outcome WHERE line BETWEEN ? AND ?"
-        return {line for (line,) in self._db.execute(query, (first, last))}
-
-    def is_settled(self, line: int) -> bool:
-        """Whether ``line`` has an outcome."""
-        return self._db.execute("SELECT 1 FROM outcome WHERE line=?", (line,)).fetchone() is not None
-
-    def settled(self, up_to_line: int) -> tuple[int, int]:
-        """Counts (succeeded, failed) rows up to a line."""
-        query = "SELECT count(*), coalesce(sum(status),0) FROM outcome WHERE line<=?"
-        total, succeeded = self._db.execute(query, (up_to_line,)).fetchone()
-        return succeeded, total - succeeded
-
-    def has_priorities(self) -> bool:
-        """Whether any row has a priority other than 0."""
-        return self._db.execute("SELECT 1 FROM priority LIMIT 1").fetchone() is not None
-
-    def pending_of_priority(self, sign: Literal[1, -1], up_to_line: int) -> Iterator[list[int]]:
-        """Yields lines without an outcome whose priority is above (1) or below (-1) 0, the largest priority first."""
-        bound = "priority>0" if sign > 0 else "priority<0"
-        query = (
-            f"SELECT priority, line FROM priority WHERE {bound} AND (priority<? OR (priority=? AND line>?))"  # noqa: S608
-            " AND line<=? AND NOT EXISTS (SELECT 1 FROM outcome WHERE outcome.line=priority.line)"
-            " ORDER BY priority DESC, line LIMIT 256"
-        )
-        priority, line = 2**63 - 1, 0
-        while found := self._db.execute(query, (priority, priority, line, up_to_line)).fetchall():
-            priority, line = found[-1]
-            yield [number for _, number in found]
-
-    def prioritised_in(self, first: int, last: int) -> set[int]:
-        """Returns the lines from ``first`` to ``last`` whose priority is not 0."""
-        return {
-            line for (line,) in self._db.execute("SELECT line FROM priority WHERE line BETWEEN ? AND ?", (first, last))
-        }
-
-    def intents(self, *, open_only: bool = False) -> list[Intent]:
-        """Returns the rows sent and not settled, in input order."""
-        where = "WHERE open=1 " if open_only else ""
-        query = f"SELECT line,custom_id,sends,attempts,open,reserved FROM send {where}ORDER BY line"  # noqa: S608 - constants
-        return [
-            Intent(line, custom_id, sends, attempts, bool(is_open), Decimal(reserved))
-            for line, custom_id, sends, attempts, is_open, reserved in self._db.execute(query)
-        ]
-
-    def failed_rows(self, up_to_line: int) -> Iterator[tuple[int, str, bool]]:
-        """Yields (line, kind, settled without a send) of the failed rows; they may be reopened meanwhile."""
-        query = "SELECT line,kind,unsent FROM outcome WHERE status=0 AND line>? AND line<=? ORDER BY line LIMIT 1000"
-        last = 0
-        while found := self._db.execute(query, (last, up_to_line)).fetchall():
-            last = found[-1][0]
-            yield from found
-
-    def records(self, which: Literal["succeeded", "failed", "all"]) -> Iterator[bytes]:
-        """Yields the finished lines of settled rows in input order, without newlines."""
-        where = {"succeeded": " AND status=1", "failed": " AND status=0", "all": ""}[which]
-        query = (
-            f"SELECT outcome.line, data FROM outcome JOIN record USING(line) WHERE outcome.line>?{where}"  # noqa: S608
-            " ORDER BY outcome.line LIMIT 256"
-        )
-        last = 0  # in pages: a reader that dawdles must not keep the writer's log from being folded back
-        while found := self._db.execute(query, (last,)).fetchall():
-            last = found[-1][0]
-            for _, data in found:
-                yield data
-
-
-# ---------------------------------------------------------------- writing
 
 
 class Store(View):
@@ -415,7 +78,7 @@ class Store(View):
                 self._write.executescript(f"BEGIN;{_SCHEMA}{start};COMMIT;")
                 sync_dir(directory)
         except (sqlite3.Error, OSError) as error:
-            raise _storage_error(error) from error
+            raise storage_error(error) from error
         super().__init__(directory)
         self.fold = fold
         self._empty = fold.dump()
@@ -447,7 +110,7 @@ class Store(View):
                     self._load_fold()  # a commit that failed may have become durable all the same
                 raise
         except (sqlite3.Error, OSError) as error:
-            raise _storage_error(error) from error
+            raise storage_error(error) from error
         self._kept = self._dumped
 
     def put(self, **values: Any) -> None:  # noqa: ANN401 - JSON
@@ -506,7 +169,7 @@ class Store(View):
             self._write.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         except sqlite3.Error as error:
             if self._failure is None:
-                raise _storage_error(error) from error
+                raise storage_error(error) from error
         finally:
             self._write.close()
 
@@ -552,7 +215,7 @@ class Store(View):
             except BatchrunError as error:
                 self._failure = error
             except Exception as error:  # noqa: BLE001 - whatever it is, nothing may be sent after it
-                self._failure = _storage_error(error)
+                self._failure = storage_error(error)
         failure = self._failure
         with contextlib.suppress(RuntimeError):  # the loop is gone: nobody waits any more
             self._loop.call_soon_threadsafe(_resolve, [future for _, future in group], failure)

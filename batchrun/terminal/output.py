@@ -67,7 +67,7 @@ class _Inert:
 
 @contextlib.contextmanager
 def _file(path: Path) -> Iterator[BinaryIO]:
-    from batchrun.run.store import replace_file
+    from batchrun.run.files import replace_file
 
     path = Path(os.path.realpath(path))  # a link stays a link: what it names is replaced
     if path.exists() and not path.is_file():  # a pipe or a device is written to; a rename would remove it

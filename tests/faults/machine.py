@@ -21,7 +21,7 @@ from typing import Self
 
 import pytest
 
-from batchrun.run.store import View, is_job
+from batchrun.run.view import View, is_job
 from tests.faults.server import FaultServer
 from tests.support import Shell
 

@@ -33,7 +33,8 @@ from batchrun.errors import BatchrunError
 from batchrun.job import commands, pinning, running, standing
 from batchrun.records import BadRow, Fault, HttpRequest, HttpResponse, Standing
 from batchrun.run import engine, store
-from batchrun.run.store import Store, View
+from batchrun.run.store import Store
+from batchrun.run.view import View
 from tests.faults.machine import LONG, in_memory
 
 BILL = Decimal("0.000025")

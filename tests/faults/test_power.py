@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 from batchrun.report.tally import Tally
-from batchrun.run.store import Store, make_private_dir
+from batchrun.run.files import make_private_dir
+from batchrun.run.store import Store
 from tests.faults.machine import LONG, Ext4, build_shim, check_whole, in_memory, look
 from tests.faults.server import FaultServer
 from tests.support import Shell, prompts

@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from batchrun.run.store import JobLock, make_private_dir
+from batchrun.run.files import JobLock, make_private_dir
 from tests.faults.machine import check_whole, look
 from tests.faults.server import FaultServer, Reply
 from tests.support import Shell, prompts, wait_until
@@ -69,7 +69,7 @@ def test_a_killed_run_leaves_no_lock_though_its_child_lives(tmp_path: Path) -> N
     code = f"""
 import os, subprocess
 from pathlib import Path
-from batchrun.run.store import JobLock
+from batchrun.run.files import JobLock
 JobLock(Path({str(job)!r})).acquire()
 child = subprocess.Popen(["sleep", "60"], close_fds=False, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 print(child.pid, flush=True)
