@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +10,12 @@ from tests.faults.server import FaultServer
 from tests.support import Shell, keys_in
 
 AUTH = ("authorization", "x-api-key", "x-goog-api-key")
+
+
+# A suite that was started in the background inherits ignored signals, and its commands would inherit them in turn.
+for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, usual)
 
 
 @pytest.fixture

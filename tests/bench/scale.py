@@ -40,8 +40,8 @@ class Process:
     def rate(self, begin: float, end: float) -> float:
         """Returns the rows/s between two shares of the rows, 0 to 1."""
         total = self.seen[-1][1]
-        times = [next(at for at, count in self.seen if count >= share * total) for share in (begin, end)]
-        counts = [next(count for _, count in self.seen if count >= share * total) for share in (begin, end)]
+        times = [next(at for at, count in self.seen if count >= max(1, share * total)) for share in (begin, end)]
+        counts = [next(count for _, count in self.seen if count >= max(1, share * total)) for share in (begin, end)]
         return (counts[1] - counts[0]) / (times[1] - times[0]) if times[1] > times[0] else float("nan")
 
 

@@ -32,7 +32,7 @@ from batchrun.config import load
 from batchrun.errors import BatchrunError
 from batchrun.job import commands, pinning, running, standing
 from batchrun.records import BadRow, Fault, HttpRequest, HttpResponse, Standing
-from batchrun.run import engine, store
+from batchrun.run import engine, files, store
 from batchrun.run.store import Store
 from batchrun.run.view import View
 from tests.faults.machine import LONG, in_memory
@@ -41,6 +41,7 @@ BILL = Decimal("0.000025")
 """Of each request that the server works on: 5 tokens in, and all 10 out that it may say."""
 
 TIMEOUT_S = 20.0
+ANYIO_RUN = anyio.run
 
 FATES = {
     "answered": 30,
@@ -199,21 +200,24 @@ class World:
         async def lead() -> Any:
             self.main = asyncio.current_task()
             loop = asyncio.get_running_loop()
+            loop.set_exception_handler(self.unhandled)
             if self.ending.how == "kill at time":
                 loop.call_later(self.ending.time_s, self.die)
             if self.ending.how == "signal":
                 loop.call_later(self.ending.time_s, signal.raise_signal, signal.SIGTERM)
             return await main()
 
-        with asyncio.Runner(loop_factory=lambda: Loop(self)) as runner:
-            runner.get_loop().set_exception_handler(lambda loop, context: None)
-            old = signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            signal.signal(signal.SIGTERM, lambda *_: None)  # one that comes after the run harms nobody
-            try:
-                return runner.run(lead())
-            finally:
-                self.main = None
-                signal.signal(signal.SIGTERM, old)
+        old = signal.signal(signal.SIGTERM, lambda *_: None)  # one that comes after the run harms nobody
+        try:
+            return ANYIO_RUN(lead, backend_options={"loop_factory": lambda: Loop(self)})
+        finally:
+            self.main = None
+            signal.signal(signal.SIGTERM, old)
+
+    def unhandled(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """What no callback caught must not happen in a living process."""
+        if not self.dead:
+            self.wrongs.append(str(context))
 
     # ------------------------------------------------------------ the server
 
@@ -411,7 +415,7 @@ def play(history: History) -> list[int | None]:
         world = World(history, Path(directory))
         rows = "".join(json.dumps({"id": f"r{n}", "prompt": f"p{n}"}) + "\n" for n in range(1, history.rows + 1))
         (world.root / "in.jsonl").write_text(rows)
-        for module in (store, engine, pinning, running, standing):
+        for module in (files, store, engine, pinning, running, standing):
             patch.setattr(module, "reached", world.reached)
         clock = SimpleNamespace(monotonic=world.monotonic, time=world.wall)
         patch.setattr(running, "time", clock)
