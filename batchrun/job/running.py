@@ -245,12 +245,12 @@ class Run:
         gc.freeze()  # what was imported lives on: spare the collector walking it
         gc.set_threshold(20_000, 10, 10)  # rows come and go without cycles: looking for some took 8% of the loop
         try:
-            return anyio.run(run, backend="asyncio", backend_options={"use_uvloop": True})
+            stop = anyio.run(run, backend="asyncio", backend_options={"use_uvloop": True})
         finally:
             gc.set_threshold(*usual)
             gc.unfreeze()
-            with contextlib.suppress(BatchrunError):
-                self.store.put(calibration=calibration.dump())
+        self.store.put(calibration=calibration.dump())
+        return stop
 
     def _client(self, limit: int) -> Client:
         """Returns how requests travel: to nobody, directly, or through the proxy that was asked for."""
