@@ -6,6 +6,7 @@ import contextlib
 import gc
 import itertools
 import random
+import sys
 import time
 from dataclasses import dataclass
 from decimal import Decimal
@@ -241,12 +242,15 @@ class Run:
             finally:
                 self.left_at_once = engine.left_at_once
 
-        usual = gc.get_threshold()
+        usual, usual_interval = gc.get_threshold(), sys.getswitchinterval()
+        # The writer thread needs the interpreter for moments; at the usual 5 ms it would wait longer than it works.
+        sys.setswitchinterval(0.0003)
         gc.freeze()  # what was imported lives on: spare the collector walking it
         gc.set_threshold(20_000, 10, 10)  # rows come and go without cycles: looking for some took 8% of the loop
         try:
             stop = anyio.run(run, backend="asyncio", backend_options={"use_uvloop": True})
         finally:
+            sys.setswitchinterval(usual_interval)
             gc.set_threshold(*usual)
             gc.unfreeze()
         self.store.put(calibration=calibration.dump())
