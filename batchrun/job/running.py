@@ -184,7 +184,6 @@ class Run:
         )
 
     def _engine_run(self) -> Stop | None:
-
         settings, tally = self.settings, self.tally
         calibration = Calibration()
         if kept := self.store.get("calibration"):

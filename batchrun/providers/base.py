@@ -68,6 +68,14 @@ class Provider(Protocol):
     def counts_max_tokens(self) -> bool:
         """Whether the server charges max_tokens, not what came out, against its token quota."""
 
+    @property
+    def only_first(self) -> bool:
+        """Whether the server was seen to answer only one row of a call: it must be asked one row at a time."""
+
+    @property
+    def notice(self) -> str | None:
+        """What a person should be told once of how the server behaves."""
+
     def encode(self, rows: tuple[Row, ...]) -> HttpRequest:
         """Returns the request for ``rows`` (exactly one): the row's very body, unless ``adapt`` learned."""
 
@@ -107,7 +115,10 @@ class Wire:
 
 
 class Codec:
-    """The codec that families share."""
+    """The codec that families share. It sends one row per call, so there is nothing to find out of more."""
+
+    only_first = False
+    notice: str | None = None
 
     def __init__(self, wire: Wire) -> None:
         self.name = wire.name

@@ -69,9 +69,7 @@ class PackedProvider:
     @property
     def notice(self) -> str | None:
         """Why the run goes on with one row per call, for people; None while calls of several rows work."""
-        if self._notice is None and isinstance(self._provider, PackedProvider):
-            return self._provider.notice
-        return self._notice
+        return self._notice or self._provider.notice
 
     @property
     def only_first(self) -> bool:

@@ -79,9 +79,9 @@ class Batching:
         for rows in self._reader.pending():
             for row in rows:
                 yield from self._add(row)
-        for endpoint, packer in self._packers.items():
+        for packer in self._packers.values():
             for batch in packer.flush():
-                yield self._prepared(batch, packed=endpoint in self._packings)
+                yield self._prepared(batch, packed=True)
         for batch in self._live.flush():
             yield self._prepared(batch, packed=False)
 

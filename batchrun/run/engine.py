@@ -12,7 +12,7 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Decimal
 from typing import Protocol
 
@@ -185,7 +185,7 @@ class Engine:
         self._hungry = anyio.Event()
         self._started = self._sampled = self._clock()
         self._rates.note(self._started, self._counters)
-        self._sample_base = _copy(self._counters)
+        self._sample_base = replace(self._counters)
         self._store.start(loop)
         heeded = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]  # not under nohup
         for number in heeded:
@@ -305,7 +305,7 @@ class Engine:
             send = await place
 
     async def _serve(self, call: Call, provider: Provider) -> None:
-        if len(call.rows) > 1 and getattr(provider, "only_first", False):
+        if len(call.rows) > 1 and provider.only_first:
             self._schedule.unpack(self._clock(), call)
             return
         try:
@@ -326,7 +326,7 @@ class Engine:
             else:
                 result = provider.decode(call.rows, self._redactor.response(answer))
             adapted = isinstance(result, Fault) and provider.adapt(call.rows, result)
-            self._tell(getattr(provider, "notice", None))
+            self._tell(provider.notice)
             costs = self._costs(call, result)
         except Exception:
             unread = Fault("garbled", "batchrun could not read the reply", maybe_processed=True)
@@ -495,7 +495,7 @@ class Engine:
     def _sample(self) -> Sampled:
         now = self._clock()
         counters, base = self._counters, self._sample_base
-        self._sample_base = _copy(counters)
+        self._sample_base = replace(counters)
         since, self._sampled = now - self._sampled, now
         return Sampled(
             at=self._wall(),
@@ -537,10 +537,6 @@ class Engine:
 
 
 _ZERO = Decimal(0)
-
-
-def _copy(counters: Counters) -> Counters:
-    return Counters(**{name: getattr(counters, name) for name in Counters.__slots__})
 
 
 class _Rates:
