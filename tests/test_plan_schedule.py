@@ -1,11 +1,11 @@
 from __future__ import annotations
 
-from dataclasses import replace
 from decimal import Decimal
 from itertools import pairwise
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from batchrun.errors import BatchrunError, Exit
 from batchrun.plan.schedule import Done, Flow, Idle, Schedule, Sleep, Stop

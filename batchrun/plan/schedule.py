@@ -9,7 +9,6 @@ from __future__ import annotations
 import heapq
 import random
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from decimal import Decimal
 from math import inf
 from typing import Literal
@@ -257,7 +256,8 @@ class Schedule:
         answered = tuple(row for row in call.rows if row.custom_id in reply.outputs)
         fault = Fault("garbled", "the reply has no answer for this row", reply.status, maybe_processed=True)
         if not answered:
-            return replace(self._after_fault(now, call, fault), lost_usd=lost_usd, fault=fault)
+            after = self._after_fault(now, call, fault)
+            return Settlement((), after.failed, after.again, after.held, lost_usd, fault)
         self._trouble.pop(call, None)
         missing = tuple(row for row in call.rows if row.custom_id not in reply.outputs)
         if call.attempts >= self._flow.max_attempts:

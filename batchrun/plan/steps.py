@@ -7,7 +7,7 @@ from decimal import Decimal
 from typing import Literal, TypeAlias
 
 from batchrun.errors import Exit
-from batchrun.records import Call, Fault, Row
+from batchrun.records import Call, Fault, Hot, Row
 
 __all__ = ["Done", "Flow", "Idle", "Note", "Send", "Settlement", "Sleep", "Step", "Stop"]
 
@@ -41,8 +41,7 @@ class Flow:
     """Endpoints that the job may use: ``Send.origin`` is 0 … origins − 1."""
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
+class Send(Hot, frozen=True, gc=False):
     """Send this call now to this endpoint; its slot, rate and money are taken."""
 
     call: Call
@@ -80,8 +79,7 @@ class Done:
 Step: TypeAlias = Send | Sleep | Idle | Done
 
 
-@dataclass(frozen=True, slots=True)
-class Settlement:
+class Settlement(Hot, frozen=True, gc=False):
     """What became of a call's rows: each is in exactly one of the four."""
 
     succeeded: tuple[Row, ...] = ()

@@ -308,7 +308,10 @@ def usage_of(doc: dict[str, Any]) -> Usage | None:
 
 def _count(*values: object) -> int | None:
     """Returns the first that is a count."""
-    return next((number for number in map(count, values) if number is not None), None)
+    for value in values:
+        if (number := count(value)) is not None:
+            return number
+    return None
 
 
 class _Costs(msgspec.Struct):

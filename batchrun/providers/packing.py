@@ -128,7 +128,7 @@ class PackedProvider:
         unpacked = unpack(self._packing.name, rows, response)
         if isinstance(unpacked, Broken):
             return self._fault(rows, response, unpacked)
-        reply = replace(unpacked.reply, quotas=self._quotas(response.headers))
+        reply = msgspec.structs.replace(unpacked.reply, quotas=self._quotas(response.headers))
         if unpacked.whose == "nobody":
             self._go_alone(_UNTOLD)
             return _split(reply)

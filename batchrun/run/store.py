@@ -52,6 +52,8 @@ CREATE TABLE record (line INTEGER PRIMARY KEY, data BLOB);
 
 _GROUP = 2_000
 """Most operations in one transaction: bounds the wait of the first of them."""
+_AT_ONCE = 64
+"""Most rows in one statement. SQLite keeps the prepared ones of every length: five kinds of them."""
 
 
 class Store(View):
@@ -63,7 +65,9 @@ class Store(View):
         try:
             if fresh:
                 private_file(path).close()
-            self._write = sqlite3.connect(path, isolation_level=None, check_same_thread=False, cached_statements=256)
+            self._write = sqlite3.connect(
+                path, isolation_level=None, check_same_thread=False, cached_statements=6 * _AT_ONCE
+            )
             if self._write.execute("PRAGMA journal_mode=WAL").fetchone()[0] != "wal":  # how SQLite says that it failed
                 raise sqlite3.OperationalError(f"no write-ahead log can be made for {path}")
             for pragma in (
@@ -295,11 +299,7 @@ def _resolve(futures: Sequence[asyncio.Future[None]], failure: BatchrunError | N
 
 
 def _write_many(db: sqlite3.Connection, head: str, one: str, tail: str, rows: Sequence[tuple[Any, ...]]) -> None:
-    """Runs one statement per 64, 16, 4 or 1 rows: few texts for SQLite's cache, few steps for the lock."""
-    start, left = 0, len(rows)
-    for size in (64, 16, 4, 1):
-        while left >= size:
-            values = [value for row in rows[start : start + size] for value in row]
-            db.execute(head + ",".join([one] * size) + tail, values)
-            start += size
-            left -= size
+    """Writes rows in as few statements as can be: at each the interpreter's lock is given up and asked for again."""
+    for start in range(0, len(rows), _AT_ONCE):
+        piece = rows[start : start + _AT_ONCE]
+        db.execute(head + ",".join([one] * len(piece)) + tail, [value for row in piece for value in row])

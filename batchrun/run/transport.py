@@ -1,8 +1,9 @@
 """The only HTTP client: httpx's transport interface over bare connections, and its exceptions as Faults.
 
-httpx's own pool scans all its connections for every request and so slows down with concurrency; this one
-keeps a stack per origin. No redirect is followed, no cookie kept, no proxy taken from the environment
-(`run.proxied` does, for who asks), nothing sent twice: one call is one attempt.
+httpx's own pool scans all its connections for every request and so slows down with concurrency; this one keeps a stack
+per origin. Its Request and Response cost as much as the rest of an attempt: what the engine sends goes without them
+(``attempt``), by httpx's URLs, TLS settings and exceptions all the same. No redirect is followed, no cookie kept, no
+proxy taken from the environment (`run.proxied` does, for who asks), nothing sent twice: one call is one attempt.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import resource
 import socket
 import ssl
 from collections import defaultdict, deque
+from collections.abc import Iterable
 from typing import TypeAlias
 
 import httpx
@@ -36,6 +38,7 @@ DEFAULT_S = 600.0
 """For requests that name no timeout."""
 SPARE_FDS = 64
 """Descriptors that are not for connections: store, files, pipes, libraries."""
+_MAX_TARGETS = 1_000
 
 Origin: TypeAlias = tuple[bool, str, int]
 """TLS, host, port."""
@@ -51,39 +54,38 @@ class TLSRefused(httpx.ConnectError):
 
 
 class Client:
-    """Sends requests through one transport with httpx's interface: ours, or the simulated provider."""
+    """Sends requests through one transport: ours, or any of httpx's kind (a proxy's, the simulated provider)."""
 
     def __init__(self, transport: httpx.AsyncBaseTransport) -> None:
         self._transport = transport
-        self._urls: dict[str, httpx.URL] = {}
+        self._attempt = transport.attempt if isinstance(transport, Http1Transport) else self._by_way_of_httpx
 
     async def send(self, request: HttpRequest, timeout_s: float) -> HttpResponse | Fault:
         """Makes one attempt and returns what came of it, by ``timeout_s`` from now at the latest.
 
-        The transport is told so as httpx's ``timeout`` extension: ``connect`` bounds the connection, ``read``
-        the whole attempt. Never raises for what a network or a server does.
+        Never raises for what a network or a server does.
         """
         try:
-            url = self._urls.get(request.url)
-            if url is None:
-                url = self._urls[request.url] = httpx.URL(request.url)
-            response = await self._transport.handle_async_request(
-                httpx.Request(
-                    request.method,
-                    url,
-                    headers=request.headers,
-                    content=request.content,
-                    extensions={
-                        "timeout": {"connect": min(CONNECT_S, timeout_s), "read": timeout_s},
-                        "max_reply_bytes": request.max_reply_bytes,
-                    },
-                )
-            )
-            content = await response.aread()
+            return await self._attempt(request, timeout_s)
         except (httpx.RequestError, httpx.InvalidURL) as error:
             return fault(error)
-        headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in response.headers.raw}
-        return HttpResponse(response.status_code, headers, content)
+
+    async def _by_way_of_httpx(self, request: HttpRequest, timeout_s: float) -> HttpResponse:
+        """Tells the transport the bounds as httpx's ``timeout`` extension, as ``Http1Transport`` reads it."""
+        response = await self._transport.handle_async_request(
+            httpx.Request(
+                request.method,
+                request.url,
+                headers=request.headers,
+                content=request.content,
+                extensions={
+                    "timeout": {"connect": min(CONNECT_S, timeout_s), "read": timeout_s},
+                    "max_reply_bytes": request.max_reply_bytes,
+                },
+            )
+        )
+        content = await response.aread()
+        return _received(response.status_code, ((n.lower(), v) for n, v in response.headers.raw), content)
 
     async def aclose(self) -> None:
         """Closes the transport; attempts that are still under way end as Faults."""
@@ -147,27 +149,60 @@ class Http1Transport(httpx.AsyncBaseTransport):
         self._alive: set[Connection] = set()
         self._addresses: dict[Origin, tuple[float, list[Address]]] = {}
         self._all_lost: asyncio.Future[None] | None = None
+        self._targets: dict[tuple[str, str, tuple[tuple[bytes, bytes], ...]], tuple[Origin, bytes]] = {}
+        """Of a request but for its content: where it goes, and how it begins."""
+
+    async def attempt(self, request: HttpRequest, timeout_s: float) -> HttpResponse:
+        """Makes one attempt, without httpx's objects. Cancelling it closes its connection."""
+        key = (request.method, request.url, request.headers)
+        target = self._targets.get(key)
+        if target is None:
+            if len(self._targets) >= _MAX_TARGETS:  # rows name models, and some providers have an URL for each
+                self._targets.clear()
+            made = httpx.Request(request.method, request.url, headers=request.headers)
+            made.headers.pop("content-length", None)
+            target = self._targets[key] = (_origin(made.url), _head(made))
+        origin, head = target
+        content = request.content
+        answer = await self._exchange(
+            origin,
+            b"%bContent-Length: %d\r\n\r\n" % (head, len(content)),
+            content,
+            CONNECT_S,
+            timeout_s,
+            request.max_reply_bytes,
+        )
+        return _received(answer.status, answer.headers, answer.content)
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """Makes one attempt. Cancelling it closes its connection."""
-        loop = asyncio.get_running_loop()
         timeout = request.extensions.get("timeout", {})
+        answer = await self._exchange(
+            _origin(request.url),
+            _head(request) + b"\r\n",
+            request.content,
+            timeout.get("connect") or CONNECT_S,
+            timeout.get("read") or DEFAULT_S,
+            request.extensions.get("max_reply_bytes", MAX_REPLY_BYTES),
+        )
+        return httpx.Response(answer.status, headers=answer.headers, content=answer.content)
+
+    async def _exchange(
+        self, origin: Origin, head: bytes, body: bytes, connect_s: float, total_s: float, cap: int
+    ) -> Answer:
+        loop = asyncio.get_running_loop()
         started = loop.time()
-        total_s = timeout.get("read") or DEFAULT_S
-        head, body = _head(request), request.content
-        origin = _origin(request.url)
         connection = self._take(origin, started)
         if connection is None:
-            connection = await self._connect(loop, origin, min(timeout.get("connect") or CONNECT_S, total_s))
+            connection = await self._connect(loop, origin, min(connect_s, total_s))
         try:
-            cap = request.extensions.get("max_reply_bytes", MAX_REPLY_BYTES)
             answer = await connection.exchange(head, body, started + total_s, cap)
         except BaseException:
             connection.close()
             raise
         if connection.usable:
             self._idle[origin].append(connection)
-        return _response(answer)
+        return answer
 
     async def aclose(self) -> None:
         """Closes every connection and waits until their sockets are gone."""
@@ -315,7 +350,10 @@ def _origin(url: httpx.URL) -> Origin:
 
 
 def _head(request: httpx.Request) -> bytes:
-    """Returns the request's head. Raises ``httpx.LocalProtocolError`` for a value that begins a new line."""
+    """Returns the request's head but for the empty line that ends it.
+
+    Raises ``httpx.LocalProtocolError`` for a value that begins a new line.
+    """
     lines = [b"%b %b HTTP/1.1" % (request.method.encode("ascii"), request.url.raw_path)]
     lines += [b"%b: %b" % header for header in request.headers.raw]
     if "accept-encoding" not in request.headers:
@@ -323,8 +361,9 @@ def _head(request: httpx.Request) -> bytes:
     head = b"\r\n".join(lines)
     if head.count(b"\n") != len(lines) - 1 or head.count(b"\r") != len(lines) - 1 or b"\0" in head:
         raise httpx.LocalProtocolError("a header holds a line break")
-    return head + b"\r\n\r\n"
+    return head + b"\r\n"
 
 
-def _response(answer: Answer) -> httpx.Response:
-    return httpx.Response(answer.status, headers=answer.headers, content=answer.content)
+def _received(status: int, headers: Iterable[tuple[bytes, bytes]], content: bytes) -> HttpResponse:
+    """Returns a reply as codecs read it: of headers of one name, the last."""
+    return HttpResponse(status, {name.decode("latin-1"): value.decode("latin-1") for name, value in headers}, content)
