@@ -298,3 +298,20 @@ def test_idle_connections_of_one_endpoint_make_room_for_another() -> None:
 
     with FaultServer() as one, FaultServer() as two:
         assert asyncio.run(alternate(one.url, two.url)) == [200] * 12
+
+
+def test_a_job_that_names_many_models_in_its_urls_leaves_no_more_heads_in_memory_than_allowed(run, server, monkeypatch):
+    monkeypatch.setattr(transport, "_MAX_TARGETS", 3)
+
+    async def main() -> None:
+        http = Http1Transport()
+        client = Client(http)
+        for model in ("a", "b", "c", "d", "a"):
+            request = HttpRequest(f"{server.url}/v1/{model}/chat/completions", ((b"x-model", model.encode()),), CHAT)
+            assert isinstance(await client.send(request, 5.0), HttpResponse)
+            assert len(http._targets) <= 3
+        await client.aclose()
+
+    run(main())
+    asked = [(request.path, request.headers["x-model"]) for request in server.requests]
+    assert asked == [(f"/v1/{model}/chat/completions", model) for model in ("a", "b", "c", "d", "a")]

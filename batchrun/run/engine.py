@@ -47,8 +47,12 @@ from batchrun.run.progress import Console
 from batchrun.run.redact import Redactor
 from batchrun.run.source import RowReader, input_as_json
 from batchrun.run.store import Store
+from batchrun.run.turns import Turns
 
 __all__ = ["Client", "Counters", "Engine"]
+
+_REPLIES_A_ROUND = 4
+"""Replies that are taken up in one round of the loop."""
 
 _TICK_S = 0.2
 """Progress is refreshed this often."""
@@ -183,6 +187,7 @@ class Engine:
         loop = self._loop = asyncio.get_running_loop()
         self._finished = anyio.Event()
         self._hungry = anyio.Event()
+        self._turns = Turns(loop, _REPLIES_A_ROUND)
         self._started = self._sampled = self._clock()
         self._rates.note(self._started, self._counters)
         self._sample_base = replace(self._counters)
@@ -321,6 +326,9 @@ class Engine:
             reached("send")
             answer = await self._client.send(request, self._timeout_s)
             reached("reply")
+            ended = self._clock()
+            if (turn := self._turns.next()) is not None:
+                await turn
             if isinstance(answer, Fault):
                 result: Reply | Fault = self._redactor.fault(answer)
             else:
@@ -337,7 +345,7 @@ class Engine:
         total = sum(known, _ZERO) if costs and len(known) == len(costs) else None
         settlement = self._schedule.settle(now, call, result, cost_usd=total, adapted=adapted)
         self._held_bytes -= sum(len(row.body) for row in (*settlement.succeeded, *settlement.failed))
-        timing = settle.Timing(call, started, now, self._wall())
+        timing = settle.Timing(call, started, ended, self._wall())
         reached("settle")
         self._keep(self._operations(call, result, settlement, costs, timing))
 
