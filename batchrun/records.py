@@ -267,7 +267,7 @@ class Returned:
         return self.kind == "rate_limited"
 
 
-class Settled(Hot, frozen=True, gc=False):
+class Settled(Hot, frozen=True, gc=False, kw_only=True):
     """A row's one terminal record. ``record`` is its line of results.jsonl or errors.jsonl, without newline."""
 
     line: int
@@ -275,22 +275,22 @@ class Settled(Hot, frozen=True, gc=False):
     status: Literal["succeeded", "failed"]
     record: bytes
     sends: int
-    kind: str | None
-    code: str | None
-    detail: str | None
-    model: str
-    usage: Usage | None
-    cost_usd: Decimal | None
+    kind: str | None = None
+    code: str | None = None
+    detail: str | None = None
+    model: str = ""
+    usage: Usage | None = None
+    cost_usd: Decimal | None = None
     """Exact price of the settling response; None where the price or the usage is unknown."""
     lost_usd: Decimal
     """Reservation that stays spent because a failing last send may have been billed."""
-    estimated_tokens: int
-    finish_reason: str | None
-    empty: bool
+    estimated_tokens: int = 0
+    finish_reason: str | None = None
+    empty: bool = False
     """Succeeded, but with empty content or only reasoning."""
-    queue_s: float
-    service_s: float
-    total_s: float
+    queue_s: float = 0.0
+    service_s: float = 0.0
+    total_s: float = 0.0
     at: float
     unsent: bool = False
     """Settled without a send (invalid line, too large)."""

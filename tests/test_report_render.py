@@ -59,9 +59,12 @@ def hostile_report(text_from_outside):
     tally = Tally()
 
     def settled(line, status, cost):
+        said = dict.fromkeys(("custom_id", "kind", "code", "detail", "model", "finish_reason"), evil)
+        times = {"queue_s": 1, "service_s": 2, "total_s": 3, "at": 9.0}
         return Settled(
-            line, evil, status, b"", 1, evil, evil, evil, evil, usage, cost, Decimal(0), 900, evil, True, 1, 2, 3, 9.0
-        )
+            line=line, status=status, record=b"", sends=1, usage=usage, cost_usd=cost, lost_usd=Decimal(0),
+            estimated_tokens=900, empty=True, **said, **times,
+        )  # fmt: skip
 
     for operation in (
         RunStarted(1, 0.0, 3),
@@ -170,8 +173,10 @@ def test_the_final_summary_is_four_to_eight_lines_with_a_way_on():
 def test_a_clean_end_is_told_in_few_words():
     tally = Tally()
     usage = Usage(812, 3, 768)
-    money_and_wait = (Decimal("0.00021"), Decimal(0), 9, "stop", False, 1.0, 0.5, 1.5, 2.0)
-    tally.add(Settled(1, "a", "succeeded", b"", 1, None, None, None, "m", usage, *money_and_wait))
+    money = {"cost_usd": Decimal("0.00021"), "lost_usd": Decimal(0)}
+    times = {"queue_s": 1.0, "service_s": 0.5, "total_s": 1.5, "at": 2.0}
+    row = {"line": 1, "custom_id": "a", "status": "succeeded", "record": b"", "sends": 1, "finish_reason": "stop"}
+    tally.add(Settled(model="m", usage=usage, estimated_tokens=9, **row, **money, **times))
     standing = JobStanding(
         "j.batchrun", "j.jsonl", "complete", "all done", 0, 1, 0, "r.jsonl", "e.jsonl", elapsed_s=2.0
     )
