@@ -70,6 +70,9 @@ class BadRow:
 GroupKey: TypeAlias = tuple[str, ...]
 """What rows must share to travel together; its first two parts are endpoint and model."""
 
+Bound: TypeAlias = Literal["tokens", "rows", "bytes", "input", "groups"]
+"""What ended a batch: a part of its budget, no more rows that may share it, or too many groups of rows at once."""
+
 
 @dataclass(frozen=True, slots=True)
 class Batch:
@@ -80,6 +83,7 @@ class Batch:
     rows: tuple[Row, ...]
     tokens: int
     bytes: int
+    bound: Bound
 
 
 @dataclass(slots=True, eq=False)
@@ -214,13 +218,18 @@ MAYBE_PROCESSED_STATUSES = frozenset({408, 409, 500, 502, 504})
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A batch was opened."""
+    """A batch was opened, under a budget of so many tokens, rows and bytes."""
 
     batch: int
     rows: int
     tokens: int
     bytes: int
     budget_tokens: int
+    budget_rows: int
+    budget_bytes: int
+    bound: Bound
+    packing: str | None = None
+    """In which shape its rows share a call; None where each has its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,6 +267,8 @@ class Returned:
     at: float
     counts: bool = True
     """Whether it stands for its request: true of one row of each call."""
+    split: bool = False
+    """Whether the rows of its call go on in several."""
 
     @property
     def refused(self) -> bool:

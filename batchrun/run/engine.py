@@ -29,7 +29,6 @@ from batchrun.records import (
     HttpRequest,
     HttpResponse,
     Noted,
-    Opened,
     Operation,
     Prices,
     Reply,
@@ -138,7 +137,6 @@ class Engine:
         console: Console,
         timeout_s: float,
         grace_s: float,
-        batch_tokens: int,
         budget_usd: Decimal | None,
         deadline_at: float | None,
         secret: str | None,
@@ -157,7 +155,6 @@ class Engine:
         self._console = console
         self._timeout_s = timeout_s
         self._grace_s = grace_s
-        self._batch_tokens = batch_tokens
         self._budget_usd = budget_usd
         self._deadline_at = deadline_at
         self._redactor = Redactor(secret)
@@ -403,9 +400,9 @@ class Engine:
             operations.append(settle.failed(row, self._input(row), call, fault, cost, lost, timing))
             lost, cost = _ZERO, None
         waiting = [(row, again) for again in settlement.again for row in again.rows]
-        counts = not settlement.failed
+        counts, split = not settlement.failed, settlement.again not in ((), (call,))
         for row, counted in waiting + [(row, call) for row in settlement.held]:
-            operations.append(settle.returned(row, counted, fault, cost, lost, timing, counts=counts))
+            operations.append(settle.returned(row, counted, fault, cost, lost, timing, counts=counts, split=split))
             lost, cost, counts = _ZERO, None, False
         return operations
 
@@ -468,8 +465,7 @@ class Engine:
                 for call in prepared.calls:
                     call.ready_at = now
                 self._held_bytes += sum(len(row.body) for row in batch.rows)
-                opened = Opened(batch.id, len(batch.rows), batch.tokens, batch.bytes, self._batch_tokens)
-                self._keep([opened])
+                self._keep([prepared.opened])
                 self._schedule.offer(now, prepared.calls)
                 self._pump()
         except BatchrunError as error:
