@@ -105,6 +105,8 @@ class Call:
     """Monotonic second at which it became sendable for the first time."""
     sent_at: float = 0.0
     """Monotonic second of the current send."""
+    opened: Opened | None = None
+    """Its batch, where all of it travels in this call: told of with the first send, so that what is not sent is not."""
 
 
 # ---------------------------------------------------------------- wire
@@ -218,7 +220,7 @@ MAYBE_PROCESSED_STATUSES = frozenset({408, 409, 500, 502, 504})
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A batch was opened, under a budget of so many tokens, rows and bytes."""
+    """A batch was opened, under a budget of so many tokens, rows and bytes; where its rows share a call: sent."""
 
     batch: int
     rows: int

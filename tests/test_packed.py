@@ -66,6 +66,8 @@ def test_a_server_that_answers_only_the_first_prompt_gets_one_row_a_call_and_one
     assert [row["output"] for row in shell.results()] == [f"echo:p{n}" for n in range(40)]
     assert ran.err.count("one row per call") == 1
     assert len(server.requests) <= 41
+    shown = shell.run("report").told(0).out.decode()
+    assert "calls     40 for 40 rows: as many as with one row per call" in shown
 
 
 def test_rows_share_a_call_only_if_they_agree_on_what_it_says_once(shell: Shell, server: FaultServer) -> None:
@@ -153,6 +155,7 @@ def test_a_packed_job_that_was_killed_still_knows_what_its_calls_saved(shell: Sh
     packing = shell.run("report", "--format", "json").told(0).summary["packing"]
     assert packing["calls"] == len(server.requests) == 12
     assert (packing["calls_one_by_one"], packing["calls_saved"], packing["calls_repeated"]) == (1_000, 988, 2)
+    assert (packing["batches"], packing["rows"]) == (12, 1_200)  # two went twice; what was not sent is not counted
 
 
 def test_one_row_per_call_is_told_nothing_of_packing(shell: Shell, server: FaultServer) -> None:

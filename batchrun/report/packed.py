@@ -47,7 +47,7 @@ class Packed:
         """Reservations of those, which stay spent because they may have been billed."""
 
     def opened(self, opened: Opened) -> None:
-        """Takes a batch into account."""
+        """Takes a batch into account: one that was sent, if its rows share a call."""
         if opened.packing is None:
             self.rows_alone += opened.rows
             return

@@ -28,11 +28,12 @@ UNLIMITED_OUTPUT_TOKENS = 131_072
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A batch with its calls, ready to be offered, and how it is told of."""
+    """A batch with its calls, ready to be offered."""
 
     batch: Batch
     calls: list[Call]
-    opened: Opened
+    opened: Opened | None
+    """How it is told of when it is opened; None where it is told of with its call."""
 
 
 LIVE = PackBudget(100_000, 1_000, 16 * 1024 * 1024)
@@ -126,8 +127,11 @@ class Batching:
             yield self._prepared(batch, opened)
 
     def _prepared(self, batch: Batch, opened: Opened) -> Prepared:
-        shares = [batch.rows] if opened.packing is not None else [(row,) for row in batch.rows]
-        return Prepared(batch, [self._call(batch.id, rows) for rows in shares], opened)
+        if opened.packing is None:
+            return Prepared(batch, [self._call(batch.id, (row,)) for row in batch.rows], opened)
+        call = self._call(batch.id, batch.rows)
+        call.opened = opened
+        return Prepared(batch, [call], None)
 
     def _call(self, batch: int, rows: tuple[Row, ...]) -> Call:
         first = rows[0]

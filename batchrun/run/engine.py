@@ -342,6 +342,9 @@ class Engine:
         """Makes a call's intents durable. Returns whether it may be sent."""
         at, reserved = self._wall(), call.reserved_usd
         intents: list[Operation] = []
+        if call.opened is not None:
+            intents.append(call.opened)
+            call.opened = None
         for row in call.rows:
             counts = row is call.rows[0]
             intents.append(Sent(row.line, call.sends, call.attempts, reserved, at, row.custom_id, counts))
@@ -465,7 +468,8 @@ class Engine:
                 for call in prepared.calls:
                     call.ready_at = now
                 self._held_bytes += sum(len(row.body) for row in batch.rows)
-                self._keep([prepared.opened])
+                if prepared.opened is not None:
+                    self._keep([prepared.opened])
                 self._schedule.offer(now, prepared.calls)
                 self._pump()
         except BatchrunError as error:
