@@ -323,10 +323,10 @@ def estimate(
 ) -> int:
     """Estimate tokens, batches, calls, cost and duration of INPUT. Nothing is sent."""
     from batchrun.job.estimating import estimate as estimate_job
-    from batchrun.terminal.wording import listing
+    from batchrun.terminal.wording import estimate_listing
 
     document = estimate_job(source, run.settings, os.environ, run.console, simulated=simulate)
-    _tell(document, run.settings, listing)
+    _tell(document, run.settings, estimate_listing)
     return Exit.OK
 
 

@@ -76,6 +76,9 @@ class BadRow:
 GroupKey: TypeAlias = tuple[str, ...]
 """What rows must share to travel together; its first two parts are endpoint and model."""
 
+Bound: TypeAlias = Literal["tokens", "rows", "bytes", "input", "groups"]
+"""What ended a batch: a part of its budget, no more rows that may share it, or too many groups of rows at once."""
+
 
 @dataclass(frozen=True, slots=True)
 class Batch:
@@ -86,6 +89,7 @@ class Batch:
     rows: tuple[Row, ...]
     tokens: int
     bytes: int
+    bound: Bound
 
 
 @dataclass(slots=True, eq=False)
@@ -107,6 +111,8 @@ class Call:
     """Monotonic second at which it became sendable for the first time."""
     sent_at: float = 0.0
     """Monotonic second of the current send."""
+    opened: Opened | None = None
+    """Its batch, where all of it travels in this call: told of with the first send, so that what is not sent is not."""
 
 
 # ---------------------------------------------------------------- wire
@@ -215,13 +221,18 @@ MAYBE_PROCESSED_STATUSES = frozenset({408, 409, 500, 502, 504})
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A batch was opened."""
+    """A batch was opened, under a budget of so many tokens, rows and bytes; where its rows share a call: sent."""
 
     batch: int
     rows: int
     tokens: int
     bytes: int
     budget_tokens: int
+    budget_rows: int
+    budget_bytes: int
+    bound: Bound
+    packing: str | None = None
+    """In which shape its rows share a call; None where each has its own."""
 
 
 class Sent(Hot, frozen=True, gc=False):
@@ -258,6 +269,8 @@ class Returned:
     at: float
     counts: bool = True
     """Whether it stands for its request: true of one row of each call."""
+    split: bool = False
+    """Whether the rows of its call go on in several."""
 
     @property
     def refused(self) -> bool:

@@ -39,6 +39,7 @@ SUMMARY = {
     "reserved_usd": Decimal(0),
     "budget_usd": None,
     "doubted": 0,
+    "calls_saved": None,
 }
 
 

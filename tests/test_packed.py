@@ -66,6 +66,8 @@ def test_a_server_that_answers_only_the_first_prompt_gets_one_row_a_call_and_one
     assert [row["output"] for row in shell.results()] == [f"echo:p{n}" for n in range(40)]
     assert ran.err.count("one row per call") == 1
     assert len(server.requests) <= 41
+    shown = shell.run("report").told(0).out.decode()
+    assert "calls     40 for 40 rows: as many as with one row per call" in shown
 
 
 def test_rows_share_a_call_only_if_they_agree_on_what_it_says_once(shell: Shell, server: FaultServer) -> None:
@@ -102,6 +104,85 @@ def test_the_price_of_a_packed_call_is_reserved_and_settled_once(shell: Shell, s
     assert ran.summary["cost_usd"] == Decimal(ran.summary["tokens"]["input"]) / 1_000_000
     assert sum(row["cost_usd"] for row in shell.results()) == ran.summary["cost_usd"]
     assert ran.summary["spent_usd"] == ran.summary["cost_usd"]
+
+
+def test_estimate_report_and_server_agree_on_what_packing_did(shell: Shell, server: FaultServer) -> None:
+    rows = texts(4_000)
+    shell.write("in.jsonl", rows)
+    flags = ("--endpoint", "embeddings", "--batch-rows", "600", "--rpm", "6000", "--price-in", "1", "--price-out", "0")
+    args = ("in.jsonl", "--base-url", server.url, "--model", "m", "--json", "--mode", "packed", *flags)
+    told = shell.run("estimate", *args).told(0).summary
+    shell.run("submit", *args, "--job", "clean").told(0)
+    clean = shell.run("report", "clean", "--format", "json").told(0).summary["packing"]
+    assert told["calls"] == clean["calls"] == len(server.requests) == 7
+    differ = {name for name in clean if clean[name] != told["packing"][name]}
+    assert differ <= {"cost_usd", "cost_one_by_one_usd", "tokens", "fill"}  # the server counts tokens in its own way
+    assert [clean["fill"][name] for name in ("rows", "bytes")] == [
+        told["packing"]["fill"][n] for n in ("rows", "bytes")
+    ]
+    assert (clean["calls_saved"], clean["rpm_s"], clean["rpm_one_by_one_s"]) == (3_993, Decimal("0.07"), 40)
+    assert (clean["binds"], clean["bound_by"]) == ("rows", {"rows": 6, "input": 1})
+
+    server.requests.clear()
+    server.script(
+        lambda request, n: error(400, "invalid_input", "input is invalid") if b"POISON" in request.body else None
+    )
+    rows[1_234]["input"] = "POISON"
+    shell.write("bad.jsonl", rows)
+    summary = shell.run("submit", "bad.jsonl", *args[1:]).told(1).summary
+    packing = shell.run("report", "bad.batchrun", "--format", "json").told(0).summary["packing"]
+    asked = {text for request in server.requests for text in request.texts}
+    assert packing["calls"] == summary["requests"]["sent"] == len(server.requests)
+    assert packing["calls_one_by_one"] == len(asked) == 4_000
+    assert packing["calls_saved"] == summary["calls_saved"] == 4_000 - len(server.requests)
+    halved = [request for request in server.requests if "POISON" in request.texts and len(request.texts) > 1]
+    assert packing["calls_split"] == len(halved) > 5
+    assert packing["calls_repeated"] == len(server.requests) - 7 == 2 * len(halved)
+    assert packing["cost_usd"] == packing["cost_one_by_one_usd"] == summary["cost_usd"]
+
+
+def test_a_packed_job_that_was_killed_still_knows_what_its_calls_saved(shell: Shell, server: FaultServer) -> None:
+    shell.write("in.jsonl", texts(1_000))
+    server.script(lambda request, n: Reply(hold=True) if n > 3 else None)
+    flags = ("--mode", "packed", "--endpoint", "embeddings", "--batch-rows", "100", "--concurrency", "2")
+    process = shell.start(*shell.submission(server, *flags))
+    server.wait_for_requests(5)
+    process.kill()
+    process.wait()
+    server.release()
+    server.script(lambda request, n: None)
+    shell.run("resume", "--json").told(0)
+    packing = shell.run("report", "--format", "json").told(0).summary["packing"]
+    assert packing["calls"] == len(server.requests) == 12
+    assert (packing["calls_one_by_one"], packing["calls_saved"], packing["calls_repeated"]) == (1_000, 988, 2)
+    assert (packing["batches"], packing["rows"]) == (12, 1_200)  # two went twice; what was not sent is not counted
+
+
+def test_one_row_per_call_is_told_nothing_of_packing(shell: Shell, server: FaultServer) -> None:
+    shell.write("in.jsonl", texts(20))
+    flags = ("--mode", "live", "--endpoint", "embeddings")
+    ran = shell.run("submit", "in.jsonl", "--base-url", server.url, "--model", "m", *flags).told(0)
+    told = shell.run("estimate", "in.jsonl", "--base-url", server.url, "--model", "m", *flags).told(0)
+    for words in (ran.err, told.out.decode(), shell.run("report").told(0).out.decode()):
+        assert "pack" not in words
+        assert "saved" not in words
+    assert shell.run("report", "--format", "json").summary["packing"] is None
+
+
+def test_what_the_server_tells_of_its_quota_shows_what_the_calls_took_of_it(shell: Shell) -> None:
+    shell.write("in.jsonl", texts(500))
+    flags = ("--endpoint", "embeddings", "--batch-rows", "50", "--sim-rpm", "1200", "--sim-latency", "0.01")
+    shell.run("submit", "in.jsonl", "--provider", "sim", *flags).told(0)
+    packing = shell.run("report", "--format", "json").told(0).summary["packing"]
+    assert (packing["rpm"], packing["rpm_s"], packing["rpm_one_by_one_s"]) == (1_200, Decimal("0.5"), 25)
+
+
+def test_a_simulated_estimate_sends_as_many_calls_as_it_tells(shell: Shell) -> None:
+    shell.write("in.jsonl", texts(1_000))
+    flags = ("--endpoint", "embeddings", "--batch-rows", "64", "--simulate", "--json")
+    told = shell.run("estimate", "in.jsonl", "--provider", "sim", *flags).told(0).summary
+    assert told["calls"] == told["simulated"]["sends"] == 16
+    assert told["simulated"]["succeeded"] == 1_000
 
 
 def test_a_gateway_takes_many_prompts_in_one_call(shell: Shell) -> None:

@@ -100,10 +100,32 @@ def test_a_group_flushed_at_once_for_its_own_successor_leaves_nothing_behind() -
     assert [[each.line for each in batch.rows] for batch in packer.flush()] == [[1], [2], [3]]
 
 
+@pytest.mark.parametrize(
+    ("sizes", "bounds"),
+    [
+        ([(40, 2), (60, 2), (50, 2), (50, 2)], ["tokens", "tokens"]),
+        ([(1, 2)] * 20, ["rows", "rows", "input"]),
+        ([(1, 2)] * 18, ["rows", "rows"]),  # the last one is full, though nothing comes after it
+        ([(1, 300)] * 7, ["bytes", "bytes", "input"]),
+        ([(101, 2)], ["tokens"]),
+    ],
+)
+def test_a_batch_says_what_ended_it(sizes: list[tuple[int, int]], bounds: list[str]) -> None:
+    packer = Packer(PackBudget(100, 9, 1_000), look_ahead=2)
+    assert [batch.bound for batch in pack(packer, sized(sizes))] == bounds
+
+
+def test_a_batch_that_made_room_for_another_group_says_so() -> None:
+    packer = Packer(PackBudget(100, 9, 10**6), max_groups=1)
+    for line, model in enumerate("aab", 1):
+        packer.add(row(line, model=model), 10)
+    assert [batch.bound for batch in packer.flush()] == ["groups", "input"]
+
+
 def test_what_rows_must_share_is_an_argument() -> None:
-    packer = Packer(PackBudget(100, 9, 10**6), key=lambda each: ("chat", each.model, str(each.max_output)))
-    packer.add(row(1, max_output=10), 10)
-    packer.add(row(2, max_output=20), 10)
+    packer = Packer(PackBudget(100, 9, 10**6))
+    packer.add(row(1), 10, key=("chat", "m", "10"))
+    packer.add(row(2), 10, key=("chat", "m", "20"))
     assert [batch.key for batch in packer.flush()] == [("chat", "m", "10"), ("chat", "m", "20")]
 
 

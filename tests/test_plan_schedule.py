@@ -616,6 +616,16 @@ def test_what_binds_is_told_in_words() -> None:
     assert play.schedule.binding == "cooling down after a refusal"
 
 
+def test_the_requests_per_minute_that_servers_tell_of_are_those_of_all_scopes() -> None:
+    play = Play(Flow(max_concurrency=64, rpm=6_000))
+    play.offer(call(1, model="a"), call(2, model="b"), call(3, model="c"))
+    play.wait(1)
+    assert play.schedule.told_rpm is None  # what the user set, nobody told
+    for each, limit in zip(list(play.out), (500, 60, None), strict=True):
+        play.end(each, replace(reply(each), quotas=Quotas(Quota(limit, 20, 1.0), None)))
+    assert play.schedule.told_rpm == 560
+
+
 def test_the_scope_pauses_no_longer_than_five_minutes_and_only_the_longest_hint_counts() -> None:
     play = Play(Flow(concurrency=3))
     play.offer(*map(call, range(9)))

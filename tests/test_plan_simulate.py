@@ -178,3 +178,14 @@ def test_a_bucket_that_holds_less_than_a_minute_is_used_to_the_full_and_does_not
     result = run(server, until_s=400)
     assert min(per_s(result, 60, 120), per_s(result, 330, 390)) >= 0.95 * 40
     assert result.refused <= 0.01 * result.sends
+
+
+def test_a_call_of_several_rows_that_is_given_up_goes_on_in_halves() -> None:
+    """Every row is answered or fails once; what a part costs is its rows' share of the whole."""
+    rows = [Row(line, str(line), "embeddings", "m", b"{}", 0, tokens=10) for line in range(1, 1_001)]
+    calls = [Call(tuple(rows[start : start + 100]), 0, 1_000, Decimal(1)) for start in range(0, 1_000, 100)]
+    flaky = ServerModel(latency_s=0.5, error_share=0.5)
+    result = simulate(Flow(max_attempts=2), flaky, (Work(call, 0, Decimal(1)) for call in calls), seed=3)
+    assert result.succeeded + result.failed == 1_000
+    assert 10 < result.sends < 1_000
+    assert result.cost_usd == Decimal(result.succeeded) / 100

@@ -108,7 +108,7 @@ def a_job():
     """Ten rows in two runs: nine succeed, one fails; a refusal, a timeout, a doubt."""
     return [
         RunStarted(1, 100.0, 10),
-        Opened(1, 10, 9_000, 40_000, 10_000),
+        Opened(1, 10, 9_000, 40_000, 10_000, 100, 1 << 20, "input"),
         *(sent(line) for line in range(1, 11)),
         returned(2),
         returned(3, kind="timeout", code=None, status=None, lost_usd=Decimal("0.01"), detail="no reply in 60 s"),
@@ -319,9 +319,16 @@ returns = st.builds(
     lost_usd=moneys.map(lambda usd: usd or ZERO),
     model=models,
     at=spans,
+    counts=st.booleans(),
+    split=st.booleans(),
 )
-sends = st.builds(Sent, st.integers(1, 50), st.integers(1, 5), st.just(1), st.just(ZERO), spans, ids)
-openings = st.builds(Opened, *[st.integers(0, 1000)] * 5)
+sends = st.builds(Sent, st.integers(1, 50), st.integers(1, 5), st.just(1), st.just(ZERO), spans, ids, st.booleans())
+openings = st.builds(
+    Opened,
+    *[st.integers(1, 1000)] * 7,
+    st.sampled_from(["tokens", "rows", "bytes", "input", "groups"]),
+    st.none() | st.sampled_from(["embeddings", "gateway-batch"]),
+)
 doubts = st.builds(Doubted, st.integers(1, 50), ids, st.decimals(0, 10, places=6), st.booleans(), spans)
 rows = settlements | returns | sends | openings | doubts
 operations = (

@@ -3,6 +3,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
+from dataclasses import replace
 from decimal import Decimal
 from html.parser import HTMLParser
 
@@ -68,7 +69,8 @@ def hostile_report(text_from_outside):
 
     for operation in (
         RunStarted(1, 0.0, 3),
-        Opened(1, 3, 10, 10, 100),
+        Opened(1, 3, 10, 10, 100, 5, 1_000, "input", "embeddings"),
+        Opened(2, 1, 10, 10, 100, 5, 1_000, "input"),
         Sent(1, 1, 1, Decimal(1), 1.0, evil),
         Returned(1, 1, 1, "timeout", evil, None, evil, 0.1, usage, Decimal("0.1"), Decimal("0.2"), evil, 2.0),
         settled(1, "succeeded", Decimal("0.00000001")),
@@ -148,11 +150,87 @@ def test_the_text_report_says_what_the_issue_asks_for():
         "succeeded  queue",
         "succeeded  service",
         "in flight  █ peak 3",
-        "fill     10.0% (10 of 100 tokens)",
+        "calls    1 for 1 row: as many as with one row per call",
+        "batches  1 of 3.0 rows on average (embeddings)",
+        "alone    1 row that cannot share a call",
+        "fill     60.0% of the rows, 10.0% of the tokens, 1.0% of the bytes",
+        "ended    1 for want of more rows",
+        "cost     as with one row per call: prices are per token",
         "- line 3, gpt-5-mini: gpt-5-mini: gpt-5-mini",
         "batchrun resume gpt-5-mini",
     ):
         assert words in shown
+
+
+def packed_report(*operations, rpm=None):
+    """A report of 100 rows in two calls of 50, and what came after."""
+    tally = Tally()
+    for batch in (1, 2):
+        tally.add(Opened(batch, 50, 400, 3_000, 1_000, 50, 10_000, "rows", "embeddings"))
+        for line in range(50):
+            tally.add(Sent(50 * batch + line, 1, 1, Decimal(0), 1.0, "t", line == 0))
+    for operation in operations:
+        tally.add(operation)
+    standing = JobStanding("j", "i", "complete", "", 0, 100, 0, "r", "e", rpm=rpm)
+    return report(tally, standing), summary(tally, standing)
+
+
+def split_in_two(cost_usd=None, lost_usd=Decimal(0)):
+    """A call of 50 that was given up, and its two halves."""
+    usage = None if cost_usd is None else Usage(400, 0)
+    back = Returned(50, 1, 1, "rejected", None, 400, "no", 0.1, usage, cost_usd, lost_usd, "m", 2.0, split=True)
+    halves = [Sent(50 + line, 2, 1, Decimal(0), 3.0, "t", line in (0, 25)) for line in range(50)]
+    others = replace(back, usage=None, cost_usd=None, lost_usd=Decimal(0), counts=False)
+    return [back, *[others] * 49, *halves]
+
+
+def test_a_packed_job_is_told_at_once_what_packing_did_for_it():
+    document, short = packed_report(rpm=10)
+    shown = text(document, columns=120)
+    assert shown.index("Packing") < shown.index("Cost")
+    for words in (
+        "calls    2 instead of 100 with one row per call: 98 saved",
+        "quota    12 s of 10 requests per minute instead of 10 min 0 s",
+    ):
+        assert words in shown
+    assert "repeated" not in shown
+    assert "requests  2 sent, 0 retried, 0 refused; 98 saved by packing" in final_summary(short)
+    assert "- calls: 2 instead of 100 with one row per call: 98 saved" in markdown(document)
+    assert "calls for 100 rows" in html(document)
+
+
+def test_calls_that_were_split_are_counted_against_what_packing_saved():
+    document, short = packed_report(*split_in_two())
+    packing = document["packing"]
+    assert (packing["calls"], packing["calls_one_by_one"], packing["calls_saved"]) == (4, 100, 96)
+    assert (packing["calls_repeated"], packing["calls_split"]) == (2, 1) == (short["requests"]["retried"], 1)
+    assert short["calls_saved"] == 96
+    assert "repeated  2 of them; 1 call went on in parts" in text(document)
+
+
+def test_packing_costs_what_one_row_per_call_costs_but_for_split_calls_that_were_billed():
+    plain = packed_report(*split_in_two())[0]["packing"]
+    assert plain["cost_usd"] == plain["cost_one_by_one_usd"] == plain["cost_lost_usd"] == 0
+    dearer, _ = packed_report(*split_in_two(Decimal("0.3"), Decimal("0.7")))
+    packing = dearer["packing"]
+    assert packing["cost_usd"] - packing["cost_one_by_one_usd"] == Decimal("0.3") == dearer["wasted"]["cost_usd"]
+    assert packing["cost_lost_usd"] == Decimal("0.7") == dearer["wasted"]["lost_usd"]
+    shown = " ".join(text(dearer).split())
+    assert "$0.30 more, for calls that were split after they were billed, and at most $0.70 more" in shown
+
+
+def test_where_no_row_shares_a_call_nothing_is_said_of_packing():
+    tally = Tally()
+    tally.add(Opened(1, 3, 10, 10, 100, 1_000, 1 << 20, "input"))
+    for line in range(3):
+        tally.add(Sent(line, 1 + line // 2, 1, Decimal(0), 1.0, "t"))
+    standing = JobStanding("j", "i", "complete", "", 0, 3, 0, "r", "e", rpm=10)
+    document = report(tally, standing)
+    assert document["packing"] is document["calls_saved"] is None
+    for shown in (text(document), markdown(document), html(document), final_summary(summary(tally, standing))):
+        assert "pack" not in shown.lower()
+        assert "batches" not in shown.lower()
+        assert "saved" not in shown.lower()
 
 
 def test_a_report_of_nothing_still_renders_everywhere():

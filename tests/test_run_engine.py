@@ -134,7 +134,6 @@ class Bench:
             console=self.console,
             timeout_s=30.0,
             grace_s=grace_s,
-            batch_tokens=10_000,
             budget_usd=flow.budget_usd,
             deadline_at=flow.deadline_at,
             secret=KEY,

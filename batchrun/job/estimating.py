@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from decimal import Decimal
 from typing import Any, BinaryIO
 
@@ -12,15 +12,16 @@ from batchrun.errors import BatchrunError, Exit
 from batchrun.intake.jsonl import OversizedLine, read_lines
 from batchrun.intake.shapes import Shaper
 from batchrun.intake.tokens import Calibration, TokenCounter
-from batchrun.job.access import preset_for, prices_for, shaper_for
+from batchrun.job.access import packings_for, preset_for, prices_for, shaper_for
 from batchrun.job.pinning import open_any
-from batchrun.plan.pack import Packer
 from batchrun.plan.schedule import Flow
 from batchrun.plan.simulate import ServerModel, Work, simulate
+from batchrun.providers.packing import Packing
 from batchrun.providers.presets import Preset
-from batchrun.records import BadRow, Call, Line, Row, Usage
+from batchrun.records import BadRow, Batch, Call, Endpoint, Line, Opened, Row, Usage
+from batchrun.report.packed import Packed, packing_figures
 from batchrun.report.prices import PriceBook
-from batchrun.run.batching import UNLIMITED_OUTPUT_TOKENS, budget_of
+from batchrun.run.batching import UNLIMITED_OUTPUT_TOKENS, Packers
 from batchrun.run.progress import Console
 from batchrun.run.source import scan
 
@@ -49,7 +50,7 @@ def estimate(
     preset = preset_for(settings, environ, need_key=False)
     if simulated and input_path == "-":
         raise BatchrunError("--simulate reads the input twice", hint="give a file, not stdin")
-    sums = _Sums(settings, prices_for(preset, settings))
+    sums = _Sums(settings, prices_for(preset, settings), packings_for(preset, settings))
 
     def on_line(_: Line | OversizedLine, shaped: Row | BadRow | None) -> None:
         if isinstance(shaped, Row) and (settings.limit is None or sums.rows < settings.limit):
@@ -109,7 +110,7 @@ def _simulated(settings: Settings, preset: Preset, sums: _Sums, rows: Iterator[R
         total=sums.rows,
         counts_max_tokens=preset.counts_max_tokens,
     )
-    result = simulate(flow, server, map(sums.work, rows), seed=sim.seed)
+    result = simulate(flow, server, sums.work(rows), seed=sim.seed)
     return {
         "duration_s": result.duration_s,
         "binding": result.binding,
@@ -132,14 +133,17 @@ def _simulated(settings: Settings, preset: Preset, sums: _Sums, rows: Iterator[R
 class _Sums:
     """What the rows add up to, in memory that does not grow with them."""
 
-    def __init__(self, settings: Settings, prices: PriceBook) -> None:
+    def __init__(self, settings: Settings, prices: PriceBook, packings: Mapping[Endpoint, Packing]) -> None:
         self.settings = settings
         self.prices = prices
         self.counter = TokenCounter()
         self.calibration = Calibration()
-        self.packer = Packer(budget_of(settings, None))
+        self.packings = packings
+        self.packers = Packers(settings, packings)
+        self.packed = Packed()
         self.rows = 0
         self.batches = 0
+        self.calls = 0
         self.input_tokens = 0
         self.most_output = 0
         self.unlimited = 0
@@ -150,11 +154,9 @@ class _Sums:
 
     def add(self, row: Row) -> None:
         guess = self.counter.estimate(row)
+        row.tokens = self._tokens(row, self.rows)
         if self.rows < _EXACT_ROWS:
-            row.tokens = self.counter.count(row)
             self.calibration.observe(row.model, guess, row.tokens)
-        else:
-            row.tokens = self.calibration.correct(row.model, guess)
         self.rows += 1
         self.input_tokens += row.tokens
         self.unlimited += row.max_output is None
@@ -171,25 +173,55 @@ class _Sums:
             self.least_usd += least_usd
             self.expected_usd += expected_usd
             self.most_usd += most_usd
-        self.packer.add(row, row.tokens + (row.max_output or 0))
-        while self.packer.pack() is not None:
-            self.batches += 1
+        for _, opened in self.packers.add(row, row.tokens + (row.max_output or 0)):
+            self._open(opened)
 
-    def work(self, row: Row) -> Work:
-        """Returns a row as a call with what is expected to come of it."""
-        row.tokens = self.calibration.correct(row.model, self.counter.estimate(row))
-        output = _expected_output(row)
-        worst = self.prices.worst(row.model, row.tokens, _most_output(row)) or Decimal(0)
-        call = Call((row,), 0, row.tokens, worst, row.priority)
-        return Work(call, output, self.prices.price(row.model, Usage(row.tokens, output)))
+    def _tokens(self, row: Row, before: int) -> int:
+        """Returns the input tokens of a row that comes after so many others."""
+        if before < _EXACT_ROWS:
+            return self.counter.count(row)
+        return self.calibration.correct(row.model, self.counter.estimate(row))
+
+    def _open(self, opened: Opened) -> None:
+        self.batches += 1
+        self.calls += opened.rows if opened.packing is None else 1
+        self.packed.opened(opened)
+
+    def work(self, rows: Iterable[Row]) -> Iterator[Work]:
+        """Yields the calls that the rows travel in, with what is expected to come of them."""
+        packers = Packers(self.settings, self.packings)
+        for before, row in enumerate(rows):
+            row.tokens = self._tokens(row, before)
+            for batch, opened in packers.add(row, row.tokens + (row.max_output or 0)):
+                yield from self._works(batch, opened)
+        for batch, opened in packers.flush():
+            yield from self._works(batch, opened)
+
+    def _works(self, batch: Batch, opened: Opened) -> Iterator[Work]:
+        for rows in [batch.rows] if opened.packing is not None else [(row,) for row in batch.rows]:
+            worst = [self.prices.worst(row.model, row.tokens, _most_output(row)) or Decimal(0) for row in rows]
+            prices = [self.prices.price(row.model, Usage(row.tokens, _expected_output(row))) for row in rows]
+            known = [price for price in prices if price is not None]
+            call = Call(rows, batch.id, sum(row.tokens for row in rows), sum(worst, Decimal(0)), rows[0].priority)
+            price = sum(known, Decimal(0)) if len(known) == len(rows) else None
+            yield Work(call, sum(map(_expected_output, rows)), price)
 
     def document(self) -> dict[str, Any]:
-        self.batches += sum(1 for _ in self.packer.flush())
+        for _, opened in self.packers.flush():
+            self._open(opened)
         seconds, binding = self._duration()
         return {
             "rows": self.rows,
-            "calls": self.rows,
+            "calls": self.calls,
             "batches": self.batches,
+            "packing": packing_figures(
+                self.packed,
+                rows=self.rows,
+                calls=self.calls,
+                repeated=0,
+                cost_usd=self.expected_usd,
+                rpm=self.settings.rpm and self.settings.rpm * max(1, len(self.settings.base_urls)),
+            ),
             "tokens": {"input": self.input_tokens, "output_max": self.most_output},
             "rows_counted_exactly": min(self.rows, _EXACT_ROWS),
             "rows_without_output_limit": self.unlimited,
@@ -205,10 +237,13 @@ class _Sums:
         settings = self.settings
         in_flight = settings.concurrency or settings.max_concurrency
         bounds = [
-            (self.rows * _ASSUMED_LATENCY_S / in_flight, f"{in_flight} in flight at {_ASSUMED_LATENCY_S:g} s each")
+            (
+                max(1, self.calls / in_flight) * _ASSUMED_LATENCY_S,
+                f"{in_flight} in flight at {_ASSUMED_LATENCY_S:g} s each",
+            )
         ]
         if settings.rpm is not None:
-            bounds.append((self.rows / settings.rpm * 60, "requests per minute"))
+            bounds.append((self.calls / settings.rpm * 60, "requests per minute"))
         if settings.tpm is not None:
             bounds.append((self.input_tokens / settings.tpm * 60, "tokens per minute"))
         return max(bounds)

@@ -29,7 +29,7 @@ from batchrun.records import Doubted, Operation, Reopened, RunEnded, RunStarted,
 from batchrun.report import metrics
 from batchrun.report.tally import Tally
 from batchrun.run import settle
-from batchrun.run.batching import Batching, budget_of, worst_price
+from batchrun.run.batching import Batching, worst_price
 from batchrun.run.engine import Counters, Engine
 from batchrun.run.failpoint import reached
 from batchrun.run.progress import Console
@@ -77,6 +77,7 @@ class Run:
         self.last_line = _limit_line(store, settings.limit)
         self.total = store.rows(self.last_line)
         self.left_at_once = False
+        self.told_rpm: int | None = None
         self.reader = RowReader(input_of(job, store), store, shaper, self.last_line)
 
     def outcome(self) -> Outcome:
@@ -208,11 +209,12 @@ class Run:
         succeeded, failed = self.store.settled(self.last_line)
 
         async def run() -> Stop | None:
+            schedule = Schedule(flow, random.Random(), time.monotonic(), worst)  # noqa: S311 - jitter
             engine = Engine(
                 store=self.store,
                 reader=self.reader,
                 batches=iter(batches),
-                schedule=Schedule(flow, random.Random(), time.monotonic(), worst),  # noqa: S311 - jitter
+                schedule=schedule,
                 providers=[provider_at(endpoint, self.key, packings) for endpoint in endpoints_for(settings)],
                 client=self._client(flow.concurrency or flow.max_concurrency),
                 prices=self.prices,
@@ -231,7 +233,6 @@ class Run:
                 console=self.console,
                 timeout_s=settings.timeout_s,
                 grace_s=settings.grace_s,
-                batch_tokens=budget_of(settings, next(iter(packings.values()), None)).tokens,
                 budget_usd=settings.budget_usd,
                 deadline_at=flow.deadline_at,
                 secret=self.key,
@@ -240,6 +241,7 @@ class Run:
                 return await engine.run()
             finally:
                 self.left_at_once = engine.left_at_once
+                self.told_rpm = schedule.told_rpm
 
         usual, usual_interval = gc.get_threshold(), sys.getswitchinterval()
         # The writer thread needs the interpreter for moments; at the usual 5 ms it would wait longer than it works.
@@ -252,7 +254,7 @@ class Run:
             sys.setswitchinterval(usual_interval)
             gc.set_threshold(*usual)
             gc.unfreeze()
-        self.store.put(calibration=calibration.dump())
+        self.store.put(calibration=calibration.dump(), told_rpm=self.told_rpm)
         return stop
 
     def _client(self, limit: int) -> Client:

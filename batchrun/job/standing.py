@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
@@ -98,7 +98,17 @@ def stand(
         in_doubt_ids=doubts,
         reserved_usd=sum((intent.reserved_usd for intent in open_intents), Decimal(0)),
         budget_usd=None if budget is None else Decimal(budget),
+        rpm=_rpm(settings, view.get("told_rpm")),
     )
+
+
+def _rpm(settings: Mapping[str, Any], told: int | None) -> int | None:
+    """Returns the requests per minute that all endpoints together allow: what the user set for each, or they told."""
+    own = settings.get("rpm")
+    known = [told] if told is not None else []
+    if own is not None:
+        known.append(own * max(1, len(settings.get("base_urls") or ())))
+    return min(known, default=None)
 
 
 def project(job: Path, view: View, tally: Tally, standing: JobStanding) -> None:

@@ -141,6 +141,11 @@ class KnownQuota:
         """The server's bucket must hold all that this call may be charged, whatever calls are charged on average."""
         return most * max(1.0, self._scale)
 
+    @property
+    def told_per_minute(self) -> float | None:
+        """What the server told that it allows; None where it told nothing."""
+        return None if self.told is None else self.told.rate / SHARE * MINUTE_S
+
     def learn(self, now: float, quota: Quota, sent_at: float, mark: Mark) -> None:
         """Takes a reply's headers as the truth of the server's bucket at some moment between ``sent_at`` and now.
 

@@ -7,10 +7,10 @@ they come, and only the last part of a batch is chosen. Same input, same batches
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from batchrun.records import Batch, GroupKey, Row
+from batchrun.records import Batch, Bound, GroupKey, Row
 
 __all__ = ["PackBudget", "Packer"]
 
@@ -29,11 +29,6 @@ class PackBudget:
     bytes: int
 
 
-def endpoint_and_model(row: Row) -> GroupKey:
-    """The least that rows must share to travel together."""
-    return (row.endpoint, row.model)
-
-
 class Packer:
     """Packs rows into batches, each row into exactly one.
 
@@ -46,26 +41,28 @@ class Packer:
         self,
         budget: PackBudget,
         look_ahead: int = 64,
-        key: Callable[[Row], GroupKey] = endpoint_and_model,
         max_groups: int = 32,
     ) -> None:
-        self._budget = budget
+        self.budget = budget
         self._look_ahead = look_ahead
-        self._key = key
         self._max_groups = max_groups
         self._groups: dict[GroupKey, _Group] = {}
         self._touched: _Group | None = None
         self._packed: deque[Batch] = deque()
         self._next_id = 1
 
-    def add(self, row: Row, tokens: int, size: int | None = None) -> None:
-        """Takes a row in: ``tokens`` for its input and its reserved output, ``size`` in bytes (its body's if None)."""
-        key = self._key(row)
+    def add(self, row: Row, tokens: int, size: int | None = None, key: GroupKey | None = None) -> None:
+        """Takes a row in: ``tokens`` for its input and its reserved output, ``size`` in bytes (its body's if None).
+
+        Only rows of one ``key`` travel together; None: those of one endpoint and model.
+        """
+        if key is None:
+            key = (row.endpoint, row.model)
         group = self._groups.get(key)
         if group is None:
             if len(self._groups) == self._max_groups:
-                self._flush(next(iter(self._groups)))  # the group that has been open for longest
-            group = self._groups[key] = _Group(self._budget, key)
+                self._flush(next(iter(self._groups)), "groups")  # the group that has been open for longest
+            group = self._groups[key] = _Group(self.budget, key)
         group.add(_Item(row, tokens, len(row.body) if size is None else size))
         self._touched = group
 
@@ -74,34 +71,43 @@ class Packer:
         if self._packed:
             return self._packed.popleft()
         if self._touched is not None and self._touched.fill(self._look_ahead):
-            return self._close(self._touched)
+            return self._close(self._touched, None)
         return None
 
     def flush(self) -> Iterator[Batch]:
         """Yields all that is left, well packed."""
         for key in list(self._groups):
-            self._flush(key)
+            self._flush(key, "input")
         while self._packed:
             yield self._packed.popleft()
 
-    def _flush(self, key: GroupKey) -> None:
+    def _flush(self, key: GroupKey, why: Bound) -> None:
         group = self._groups.pop(key)
         if self._touched is group:
             self._touched = None
         while group.fill(0):
-            self._packed.append(self._close(group))
+            self._packed.append(self._close(group, why))
 
-    def _close(self, group: _Group) -> Batch:
+    def _close(self, group: _Group, flushed: Bound | None) -> Batch:
+        """Returns the open batch. ``flushed``: why no row comes after those that are there; None: some may."""
         items = group.finish()
-        batch = Batch(
-            self._next_id,
-            group.key,
-            tuple(item.row for item in items),
-            sum(item.tokens for item in items),
-            sum(item.bytes for item in items),
-        )
+        tokens, size = sum(item.tokens for item in items), sum(item.bytes for item in items)
+        share, bound = self._scarcest(len(items), tokens, size)
+        if flushed is not None and share < 1 and group.is_empty:
+            bound = flushed
+        batch = Batch(self._next_id, group.key, tuple(item.row for item in items), tokens, size, bound)
         self._next_id += 1
         return batch
+
+    def _scarcest(self, rows: int, tokens: int, size: int) -> tuple[float, Bound]:
+        """Returns the part of the budget that is used up most, after its share."""
+        budget = self.budget
+        shares: tuple[tuple[float, Bound], ...] = (
+            (tokens / budget.tokens, "tokens"),
+            (rows / budget.rows, "rows"),
+            (size / budget.bytes, "bytes"),
+        )
+        return max(shares, key=lambda part: part[0])
 
 
 class _Item:
@@ -146,6 +152,11 @@ class _Group:
             if len(self._taken) == self._budget.rows or self._tokens <= 0 or self._bytes <= 0:
                 return True
         return look_ahead == 0 and bool(self._taken)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no row is ahead of the open batch."""
+        return not self._ahead
 
     def finish(self) -> list[_Item]:
         """Chooses the rest of the open batch; returns its rows in order of arrival and opens the next."""

@@ -404,6 +404,13 @@ class Schedule:
         """What keeps the run from being faster, in words."""
         return self._binding if isinstance(self._binding, str) else self._binding.describe()
 
+    @property
+    def told_rpm(self) -> int | None:
+        """Requests per minute that servers told of, all scopes together; None where none did."""
+        scopes = [scope.requests.told_per_minute for lane in self._lanes.values() for scope in lane.scopes]
+        told = [per_minute for per_minute in scopes if per_minute is not None]
+        return round(sum(told)) if told else None
+
     def notes(self) -> list[Note]:
         """Returns what happened since it was asked last."""
         notes, self._notes = self._notes, []

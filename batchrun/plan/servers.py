@@ -86,6 +86,12 @@ class Work:
     size: float = 1.0
     """Its service time relative to the average."""
 
+    def part(self, call: Call) -> Work:
+        """Returns what will come of some of its rows in a call of their own, each row taken alike."""
+        rows, whole = len(call.rows), len(self.call.rows)
+        cost_usd = None if self.cost_usd is None else self.cost_usd * rows / whole
+        return Work(call, self.output_tokens * rows // whole, cost_usd, self.size)
+
 
 class Clock(Protocol):
     """Where a server plans its events."""

@@ -38,7 +38,7 @@ class Result:
     """Sends that found no server, were broken off, or answered with an error."""
     cost_usd: Decimal = Decimal(0)
     unpriced: int = 0
-    """Answers whose price is not known."""
+    """Answered rows whose price is not known."""
     input_tokens: int = 0
     output_tokens: int = 0
     max_in_flight: int = 0
@@ -189,13 +189,14 @@ class _Run:
             result.used_input[second] += work.call.tokens
             result.input_tokens += work.call.tokens
             result.output_tokens += work.output_tokens
-            result.unpriced += cost_usd is None
+            result.unpriced += len(settlement.succeeded) if cost_usd is None else 0
             result.cost_usd += cost_usd or Decimal(0)
         elif answer.kind == "rate_limited":
             result.refused += 1
             result.refusals[second] += 1
         else:
             result.faulted += 1
-        if not settlement.again:
-            del self._known[work.call]
+        del self._known[work.call]
+        for call in settlement.again:
+            self._known[call] = work if call is work.call else work.part(call)
         self._digest.update(f"{now!r} {type(answer).__name__} {work.call.rows[0].line}\n".encode())

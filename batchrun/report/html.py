@@ -37,9 +37,12 @@ def html(report: Mapping[str, Any]) -> str:
 def _figures(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     rows, latency = report["rows"], report["latency_s"]
     unknown = report["cost_unknown_rows"]
+    packing = report["packing"]
+    packed = [] if packing is None else [(f"calls for {packing['calls_one_by_one']:,} rows", f"{packing['calls']:,}")]
     return [
         (sanitize(report["reason"], 80), sanitize(report["state"], 20)),
         (f"of {rows['total']:,} rows succeeded", f"{rows['succeeded']:,}"),
+        *packed,
         (f"known cost; {unknown:,} rows unknown" if unknown else "cost", money(report["cost_usd"])),
         (f"{report['rows_per_s']:.4g} rows/s", seconds(report["elapsed_s"])),
         (f"latency p50; p99 {seconds(latency['p99'])}", seconds(latency["p50"])),

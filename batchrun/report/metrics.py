@@ -12,6 +12,7 @@ from decimal import Decimal
 from typing import Any, Literal
 
 from batchrun.report.histogram import Histogram
+from batchrun.report.packed import packing_figures
 from batchrun.report.tally import ModelTally, Tally
 
 __all__ = ["JobStanding", "Tally", "dumps", "plain", "report", "summary"]
@@ -46,6 +47,8 @@ class JobStanding:
     succeeded: int | None = None
     """Within ``total``, which a limit may narrow; None: as the fold knows it. So is ``failed``."""
     failed: int | None = None
+    rpm: int | None = None
+    """Requests per minute that are known to be allowed: as the user set, or as the server told."""
 
 
 def summary(tally: Tally, standing: JobStanding) -> dict[str, Any]:
@@ -90,6 +93,7 @@ def summary(tally: Tally, standing: JobStanding) -> dict[str, Any]:
         "reserved_usd": standing.reserved_usd,
         "budget_usd": standing.budget_usd,
         "doubted": tally.doubted,
+        "calls_saved": tally.asked - tally.sent if tally.packed.batches else None,
     }
 
 
@@ -143,6 +147,14 @@ def report(tally: Tally, standing: JobStanding) -> dict[str, Any]:
             "rows_per_batch": _ratio(tally.batch_rows, tally.batches),
             "calls": tally.sent,
         },
+        "packing": packing_figures(
+            tally.packed,
+            rows=tally.asked,
+            calls=tally.sent,
+            repeated=tally.retried,
+            cost_usd=tally.cost_usd,
+            rpm=standing.rpm,
+        ),
         "failures": _ranked(tally.failures, "rows"),
         "faults": _ranked(tally.faults, "sends"),
         "finish_reasons": dict(sorted(tally.finish_reasons.items(), key=lambda item: (-item[1], item[0]))),

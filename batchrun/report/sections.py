@@ -11,7 +11,7 @@ from typing import Any
 from batchrun.report.inert import Foreign, sanitize
 from batchrun.report.metrics import plain
 
-__all__ = ["Section", "Table", "money", "seconds", "sections"]
+__all__ = ["Section", "Table", "money", "packing_facts", "seconds", "sections"]
 
 _NAME = 60
 _MESSAGE = 200
@@ -65,6 +65,7 @@ def sections(report: Mapping[str, Any]) -> list[Section]:
     """Returns the sections of a report in the order people read them; those without content are left out."""
     parts = (
         _rows(report),
+        _packing(report),
         _cost(report),
         _tokens(report),
         _wasted(report),
@@ -72,7 +73,6 @@ def sections(report: Mapping[str, Any]) -> list[Section]:
         _latency(report),
         _throughput(report),
         _over_time(report),
-        _batches(report),
         _estimates(report),
         _failures(report),
         _faults(report),
@@ -235,24 +235,53 @@ def _over_time(report: Mapping[str, Any]) -> Section:
     return Section("Over time", facts, table)
 
 
-def _batches(report: Mapping[str, Any]) -> Section:
-    batching = report["batching"]
-    if not batching["batches"]:
-        return Section("Batches")
-    fill = batching["fill"]
-    return Section(
-        "Batches",
-        [
-            ("batches", f"{_count(batching['batches'])} of {batching['rows_per_batch']:.4g} rows on average"),
-            ("calls", _count(batching["calls"])),
-            (
-                "fill",
-                _NONE
-                if fill is None
-                else f"{fill:.1%} ({_count(batching['tokens'])} of {_count(batching['budget_tokens'])} tokens)",
-            ),
-        ],
-    )
+def _packing(report: Mapping[str, Any]) -> Section:
+    figures = report["packing"]
+    return Section("Packing", () if figures is None else packing_facts(figures))
+
+
+_BOUND = {
+    "tokens": "by their tokens",
+    "rows": "by their rows",
+    "bytes": "by their bytes",
+    "input": "for want of more rows",
+    "groups": "for too many kinds of rows in turn",
+}
+
+
+def packing_facts(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Returns what packing did, or would do, for people: from the figures that a report and an estimate have."""
+    calls, rows, saved = figures["calls"], figures["calls_one_by_one"], figures["calls_saved"]
+    if saved > 0:
+        facts = [("calls", f"{_count(calls)} instead of {_count(rows)} with one row per call: {_count(saved)} saved")]
+    else:
+        more = f"{_count(-saved)} more than" if saved else "as many as"
+        facts = [("calls", f"{_count(calls)} for {_plural(rows, 'row')}: {more} with one row per call")]
+    if figures["calls_repeated"]:
+        split = figures["calls_split"]
+        why = f"; {_plural(split, 'call')} went on in parts, for rows that failed or had no answer" if split else ""
+        facts.append(("repeated", f"{_count(figures['calls_repeated'])} of them{why}"))
+    shapes = ", ".join(sanitize(name, _NAME) for name in figures["shapes"])
+    batches = f"{_count(figures['batches'])} of {figures['rows_per_batch']:,.1f} rows on average"
+    facts.append(("batches", f"{batches} ({shapes})"))
+    if figures["rows_alone"]:
+        facts.append(("alone", f"{_plural(figures['rows_alone'], 'row')} that cannot share a call"))
+    fill = sorted(figures["fill"].items(), key=lambda item: -item[1])
+    facts.append(("fill", ", ".join(f"{share:.1%} of the {name}" for name, share in fill)))
+    facts.append(("ended", ", ".join(f"{_count(count)} {_BOUND[name]}" for name, count in figures["bound_by"].items())))
+    facts.append(("cost", _packed_cost(figures)))
+    if figures["rpm"] is not None:
+        each, one_by_one = seconds(figures["rpm_s"]), seconds(figures["rpm_one_by_one_s"])
+        facts.append(("quota", f"{each} of {_count(figures['rpm'])} requests per minute instead of {one_by_one}"))
+    return facts
+
+
+def _packed_cost(figures: Mapping[str, Any]) -> str:
+    same = "as with one row per call: prices are per token, and each row's are sent in full"
+    extra, lost = figures["cost_usd"] - figures["cost_one_by_one_usd"], figures["cost_lost_usd"]
+    parts = [f"{money(extra)} more, for calls that were split after they were billed"] if extra else []
+    parts += [f"at most {money(lost)} more, for split calls that may have been billed"] if lost else []
+    return f"{same}; but {', and '.join(parts)}" if parts else same
 
 
 def _estimates(report: Mapping[str, Any]) -> Section:

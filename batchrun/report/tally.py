@@ -22,6 +22,7 @@ from batchrun.records import (
     Usage,
 )
 from batchrun.report.histogram import Histogram
+from batchrun.report.packed import Packed
 from batchrun.report.timeline import Timeline
 
 __all__ = ["ModelTally", "Tally"]
@@ -145,6 +146,7 @@ class Tally:
         self.batch_tokens = 0
         self.batch_bytes = 0
         self.budget_tokens = 0
+        self.packed = Packed()
         # time
         self.answered = {name: Histogram() for name in ("queue", "service", "total")}
         self.unanswered = {name: Histogram() for name in ("queue", "service", "total")}
@@ -173,17 +175,22 @@ class Tally:
         self.batch_tokens += opened.tokens
         self.batch_bytes += opened.bytes
         self.budget_tokens += opened.budget_tokens
+        self.packed.opened(opened)
 
     def _sent(self, sent: Sent) -> None:
         if sent.counts:
             self.sent += 1
             self.retried += sent.send > 1
+        else:
+            self.packed.rode_along(sent)
         self.last_at = max(self.last_at, sent.at)
 
     def _returned(self, returned: Returned) -> None:
         self._seen(returned.at)
         if returned.refused and returned.counts:
             self.refused += 1
+        if returned.split and returned.counts:
+            self.packed.split(returned)
         self._fault(returned.kind, returned.code, returned.status, returned.line, returned.detail)
         self._waste(returned.model, returned.usage, returned.cost_usd, returned.lost_usd)
 
@@ -335,6 +342,11 @@ class Tally:
         return self.ended_s + self.running_s()
 
     @property
+    def asked(self) -> int:
+        """Rows that were sent at least once; one made pending again counts again."""
+        return self.sent - self.retried + self.packed.joined
+
+    @property
     def cost_usd(self) -> Decimal:
         """What is known to have been paid, failed sends included."""
         return self._sum("cost_usd")
@@ -372,6 +384,7 @@ class Tally:
         }
         state["answered"] = {name: histogram.dump() for name, histogram in self.answered.items()}
         state["unanswered"] = {name: histogram.dump() for name, histogram in self.unanswered.items()}
+        state["packed"] = self.packed.dump()
         state["timeline"] = self.timeline.dump()
         state["notes"] = [list(note) for note in self.notes]
         state["runs"] = [run.copy() for run in self.runs]
@@ -395,6 +408,7 @@ class Tally:
                 setattr(model, field, count)
         self.answered = {name: Histogram.load(kept) for name, kept in state["answered"].items()}
         self.unanswered = {name: Histogram.load(kept) for name, kept in state["unanswered"].items()}
+        self.packed = Packed.load(state.get("packed", {}))  # a job of before it was counted
         self.timeline = Timeline.load(state["timeline"])
         self.notes.extend((at, what, text) for at, what, text in state["notes"])
         self.runs = [run.copy() for run in state["runs"]]

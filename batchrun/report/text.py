@@ -48,10 +48,13 @@ def final_summary(summary: Mapping[str, Any]) -> str:
     time = f"{seconds(summary['elapsed_s'])}, {summary['rows_per_s']:.4g} rows/s"
     if latency["max"] is not None:
         time += f", latency p50 {seconds(latency['p50'])}, p99 {seconds(latency['p99'])}"
+    sent = ", ".join(f"{requests[name]:,} {name}" for name in ("sent", "retried", "refused"))
+    if (summary["calls_saved"] or 0) > 0:
+        sent += f"; {summary['calls_saved']:,} saved by packing"
     lines = [
         sanitize(f"{summary['state']}: {summary['reason']}" if summary["reason"] else summary["state"], 220),
         f"rows      {rows['total']:,}: {', '.join(counts)}",
-        "requests  " + ", ".join(f"{requests[name]:,} {name}" for name in ("sent", "retried", "refused")),
+        f"requests  {sent}",
         f"tokens    {tokens['input']:,} in ({tokens['cached']:,} cached), {tokens['output']:,} out",
         f"cost      {cost}",
         f"time      {time}",

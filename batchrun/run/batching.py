@@ -16,11 +16,11 @@ from batchrun.errors import BatchrunError, Exit
 from batchrun.intake.tokens import Calibration
 from batchrun.plan.pack import PackBudget, Packer
 from batchrun.providers.packing import Packing
-from batchrun.records import Batch, Call, Endpoint, GroupKey, Prices, Row
+from batchrun.records import Batch, Call, Endpoint, Opened, Prices, Row
 from batchrun.run.source import RowReader
 from batchrun.run.view import Intent
 
-__all__ = ["UNLIMITED_OUTPUT_TOKENS", "Batching", "Prepared", "budget_of", "worst_price"]
+__all__ = ["UNLIMITED_OUTPUT_TOKENS", "Batching", "Packers", "Prepared", "worst_price"]
 
 UNLIMITED_OUTPUT_TOKENS = 131_072
 """Output reserved under a budget for a row that names no limit: no current model writes more in one answer (128 Ki)."""
@@ -28,26 +28,73 @@ UNLIMITED_OUTPUT_TOKENS = 131_072
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A batch with a call for each of its rows, ready to be offered."""
+    """A batch with its calls, ready to be offered."""
 
     batch: Batch
     calls: list[Call]
+    opened: Opened | None
+    """How it is told of when it is opened; None where it is told of with its call."""
 
 
 LIVE = PackBudget(100_000, 1_000, 16 * 1024 * 1024)
 """A batch in live mode: the window of rows that is opened next. Nothing but memory depends on its size."""
 
 
-def budget_of(settings: Settings, packing: Packing | None) -> PackBudget:
-    """Returns a batch's budget: what the user said, else what the way of travelling allows."""
-    usual = LIVE if packing is None else PackBudget(packing.max_tokens, packing.max_rows, packing.max_bytes)
+class Packers:
+    """Packs rows into batches: those that can share a call by the shape that is there for it, others as live windows.
+
+    ``packings`` tells the shape by endpoint. Batches are numbered from 1; each comes with how it is told of. The same
+    rows and tokens give the same batches, whether they are to be sent or only estimated.
+    """
+
+    def __init__(self, settings: Settings, packings: Mapping[Endpoint, Packing]) -> None:
+        self._packings = packings
+        self._live = Packer(_budget(settings, LIVE))
+        self._packers = {
+            endpoint: Packer(_budget(settings, PackBudget(packing.max_tokens, packing.max_rows, packing.max_bytes)))
+            for endpoint, packing in packings.items()
+        }
+        self._number = 0
+
+    def add(self, row: Row, tokens: int, before: tuple[int, int] = (0, 0)) -> Iterator[tuple[Batch, Opened]]:
+        """Takes a row in; yields the batches that are ready. ``before``: its sends and attempts of earlier runs."""
+        packing = self._packings.get(row.endpoint)
+        shared = packing.key(row) if packing is not None else None
+        if packing is None or shared is None:
+            packing, packer = None, self._live
+            packer.add(row, tokens)
+        else:
+            packer = self._packers[row.endpoint]
+            # Rows of one call have one count of sends, so those of earlier runs keep to their like.
+            packer.add(row, tokens, packing.size(row), (*shared, str(row.priority), str(before)))
+        while (batch := packer.pack()) is not None:
+            yield self._opened(batch, packer, packing)
+
+    def flush(self) -> Iterator[tuple[Batch, Opened]]:
+        """Yields the batches of all that is left."""
+        for endpoint, packer in self._packers.items():
+            for batch in packer.flush():
+                yield self._opened(batch, packer, self._packings[endpoint])
+        for batch in self._live.flush():
+            yield self._opened(batch, self._live, None)
+
+    def _opened(self, batch: Batch, packer: Packer, packing: Packing | None) -> tuple[Batch, Opened]:
+        self._number += 1
+        batch = replace(batch, id=self._number)
+        budget, name = packer.budget, None if packing is None else packing.name
+        used = (len(batch.rows), batch.tokens, batch.bytes)
+        return batch, Opened(batch.id, *used, budget.tokens, budget.rows, budget.bytes, batch.bound, name)
+
+
+def _budget(settings: Settings, usual: PackBudget) -> PackBudget:
+    """Returns a batch's budget: what the user said, else what is usual for its way of travelling."""
     return PackBudget(
         settings.batch_tokens or usual.tokens, settings.batch_rows or usual.rows, settings.batch_bytes or usual.bytes
     )
 
 
 class Batching:
-    """Makes batches of rows, and calls of batches: one for each row, or, where there is a packing, one for all.
+    """Makes batches of the pending rows, and calls of batches: one for all its rows where they share it, or one each.
 
     ``packings`` tells by endpoint in which shape rows can share a call; a row that cannot travels alone.
     """
@@ -66,55 +113,34 @@ class Batching:
         self._before = {intent.line: (intent.sends, intent.attempts) for intent in intents}
         self._count = count
         self._calibration = calibration
-        self._packings = packings
-        self._live = Packer(budget_of(settings, None))
-        self._packers = {
-            endpoint: Packer(budget_of(settings, packing), key=self._key(packing))
-            for endpoint, packing in packings.items()
-        }
-        self._number = 0
+        self._packers = Packers(settings, packings)
 
     def __iter__(self) -> Iterator[Prepared]:
         """Yields the pending rows in batches, larger priority first."""
         for rows in self._reader.pending():
             for row in rows:
-                yield from self._add(row)
-        for packer in self._packers.values():
-            for batch in packer.flush():
-                yield self._prepared(batch, packed=True)
-        for batch in self._live.flush():
-            yield self._prepared(batch, packed=False)
+                row.tokens = self._count(row)
+                tokens = self._calibration.correct(row.model, row.tokens) + (row.max_output or 0)
+                for batch, opened in self._packers.add(row, tokens, self._sent(row)):
+                    yield self._prepared(batch, opened)
+        for batch, opened in self._packers.flush():
+            yield self._prepared(batch, opened)
 
-    def _add(self, row: Row) -> Iterator[Prepared]:
-        row.tokens = self._count(row)
-        packing = self._packings.get(row.endpoint)
-        packed = packing is not None and packing.key(row) is not None
-        packer = self._packers[row.endpoint] if packed else self._live
-        tokens = self._calibration.correct(row.model, row.tokens) + (row.max_output or 0)
-        packer.add(row, tokens, packing.size(row) if packing is not None and packed else None)
-        while (batch := packer.pack()) is not None:
-            yield self._prepared(batch, packed=packed)
+    def _prepared(self, batch: Batch, opened: Opened) -> Prepared:
+        if opened.packing is None:
+            return Prepared(batch, [self._call(batch.id, (row,)) for row in batch.rows], opened)
+        call = self._call(batch.id, batch.rows)
+        call.opened = opened
+        return Prepared(batch, [call], None)
 
-    def _key(self, packing: Packing) -> Callable[[Row], GroupKey]:
-        def key(row: Row) -> GroupKey:
-            shared = packing.key(row)
-            assert shared is not None  # noqa: S101 - others travel alone
-            # Rows of one call have one count of sends, so those of earlier runs keep to their like.
-            return *shared, str(row.priority), str(self._before.get(row.line, (0, 0)))
-
-        return key
-
-    def _prepared(self, batch: Batch, *, packed: bool) -> Prepared:
-        self._number += 1
-        batch = replace(batch, id=self._number)
-        rows = batch.rows
-        return Prepared(batch, [self._call(rows)] if packed else [self._call((row,)) for row in rows])
-
-    def _call(self, rows: tuple[Row, ...]) -> Call:
+    def _call(self, batch: int, rows: tuple[Row, ...]) -> Call:
         first = rows[0]
-        sends, attempts = self._before.get(first.line, (0, 0))
         tokens = sum(self._calibration.correct(row.model, row.tokens) for row in rows)
-        return Call(rows, self._number, tokens, Decimal(0), first.priority, sends, attempts)
+        return Call(rows, batch, tokens, Decimal(0), first.priority, *self._sent(first))
+
+    def _sent(self, row: Row) -> tuple[int, int]:
+        """Returns a row's sends and attempts of earlier runs."""
+        return self._before.get(row.line, (0, 0))
 
 
 def worst_price(prices: Prices, calibration: Calibration) -> Callable[[Call], Decimal]:

@@ -29,7 +29,6 @@ from batchrun.records import (
     HttpRequest,
     HttpResponse,
     Noted,
-    Opened,
     Operation,
     Prices,
     Reply,
@@ -142,7 +141,6 @@ class Engine:
         console: Console,
         timeout_s: float,
         grace_s: float,
-        batch_tokens: int,
         budget_usd: Decimal | None,
         deadline_at: float | None,
         secret: str | None,
@@ -161,7 +159,6 @@ class Engine:
         self._console = console
         self._timeout_s = timeout_s
         self._grace_s = grace_s
-        self._batch_tokens = batch_tokens
         self._budget_usd = budget_usd
         self._deadline_at = deadline_at
         self._redactor = Redactor(secret)
@@ -353,6 +350,9 @@ class Engine:
         """Makes a call's intents durable. Returns whether it may be sent."""
         at, reserved = self._wall(), call.reserved_usd
         intents: list[Operation] = []
+        if call.opened is not None:
+            intents.append(call.opened)
+            call.opened = None
         for row in call.rows:
             counts = row is call.rows[0]
             intents.append(Sent(row.line, call.sends, call.attempts, reserved, at, row.custom_id, counts))
@@ -411,9 +411,9 @@ class Engine:
             operations.append(settle.failed(row, self._input(row), call, fault, cost, lost, timing))
             lost, cost = _ZERO, None
         waiting = [(row, again) for again in settlement.again for row in again.rows]
-        counts = not settlement.failed
+        counts, split = not settlement.failed, settlement.again not in ((), (call,))
         for row, counted in waiting + [(row, call) for row in settlement.held]:
-            operations.append(settle.returned(row, counted, fault, cost, lost, timing, counts=counts))
+            operations.append(settle.returned(row, counted, fault, cost, lost, timing, counts=counts, split=split))
             lost, cost, counts = _ZERO, None, False
         return operations
 
@@ -476,8 +476,8 @@ class Engine:
                 for call in prepared.calls:
                     call.ready_at = now
                 self._held_bytes += sum(len(row.body) for row in batch.rows)
-                opened = Opened(batch.id, len(batch.rows), batch.tokens, batch.bytes, self._batch_tokens)
-                self._keep([opened])
+                if prepared.opened is not None:
+                    self._keep([prepared.opened])
                 self._schedule.offer(now, prepared.calls)
                 self._pump()
         except BatchrunError as error:

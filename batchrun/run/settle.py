@@ -194,7 +194,15 @@ def unsent(
 
 
 def returned(
-    row: Row, call: Call, fault: Fault, cost: Decimal | None, lost: Decimal, timing: Timing, *, counts: bool
+    row: Row,
+    call: Call,
+    fault: Fault,
+    cost: Decimal | None,
+    lost: Decimal,
+    timing: Timing,
+    *,
+    counts: bool,
+    split: bool,
 ) -> Returned:
     """Returns the operation of a send that ended without settling its row."""
     return Returned(
@@ -212,4 +220,5 @@ def returned(
         model=row.model,
         at=timing.at,
         counts=counts,
+        split=split,
     )

@@ -8,9 +8,17 @@ from typing import Any
 
 from batchrun.records import Standing
 from batchrun.report.inert import sanitize
-from batchrun.report.sections import money, seconds
+from batchrun.report.sections import money, packing_facts, seconds
 
-__all__ = ["inert", "listing", "progress_details", "progress_line", "progress_numbers", "progress_rows"]
+__all__ = [
+    "estimate_listing",
+    "inert",
+    "listing",
+    "progress_details",
+    "progress_line",
+    "progress_numbers",
+    "progress_rows",
+]
 
 _LONGEST_LINE = 4_000
 """Characters: enough for any reason, too few for a reply of megabytes to fill a terminal."""
@@ -84,6 +92,17 @@ def listing(document: Mapping[str, Any]) -> str:
     names = max((len(name) for name in document), default=0)
     lines = [f"{name.replace('_', ' '):<{names}}  {_plain(value)}" for name, value in document.items()]
     return "".join(f"{inert(line)}\n" for line in lines)
+
+
+def estimate_listing(document: Mapping[str, Any]) -> str:
+    """Returns an estimate as lines for people, with what packing would do in words; nothing of it where it is off."""
+    told: dict[str, Any] = {}
+    for name, value in document.items():
+        if name != "packing":
+            told[name] = value
+        elif value is not None:
+            told |= {f"packing: {fact}": words for fact, words in packing_facts(value)}
+    return listing(told)
 
 
 def _plain(value: object) -> str:

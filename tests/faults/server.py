@@ -302,6 +302,8 @@ class FaultServer:
         if reply.hold:
             await self._released.wait()
         transport = client.transport
+        if transport.is_closing():  # the client did not wait
+            return
         if reply.drip_s is None:
             transport.write(data)
         else:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
+import socket
 import urllib.error
 import urllib.request
 from typing import Any
@@ -13,6 +15,7 @@ import pytest
 from batchrun.records import Fault, HttpRequest, HttpResponse
 from batchrun.run.transport import Client, Http1Transport
 from tests.faults.server import FaultServer, Reply, error, vector
+from tests.support import wait_until
 
 
 def post(server: FaultServer, path: str, body: Any) -> Any:
@@ -98,3 +101,18 @@ def test_an_outage_refuses_connections_and_ends_on_the_same_port():
         server.come_up()
         assert server.url == url
         assert [result.status for result in asyncio.run(at_once(server, 2))] == [200, 200]
+
+
+@pytest.mark.parametrize("reply", [Reply(hold=True), Reply(delay_s=0.05), Reply(hold=True, drip_s=0.0)])
+def test_a_client_that_did_not_wait_is_no_trouble_to_it(reply, caplog):
+    with FaultServer() as server:
+        server.script(lambda request, n: reply)
+        with socket.create_connection(("127.0.0.1", server.port)) as client:
+            client.sendall(b"POST /v1/embeddings HTTP/1.1\r\nhost: h\r\ncontent-length: 2\r\n\r\n{}")
+            server.wait_for_requests(1)
+        wait_until(lambda: server.open_connections == 0)
+        server.release()
+        wait_until(lambda: not server._playing)
+        assert server.in_flight == 0
+    gc.collect()  # a task tells of its exception when it goes
+    assert caplog.records == []
