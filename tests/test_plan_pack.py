@@ -92,6 +92,29 @@ def test_groups_do_not_mix_and_the_one_open_for_longest_is_flushed_when_there_ar
     assert [batch.key for batch in packer.flush()] == [("chat", "b"), ("chat", "c")]
 
 
+def test_many_kinds_of_rows_in_turn_still_fill_their_batches() -> None:
+    packer = Packer(PackBudget(10**6, 50, 10**6), look_ahead=4)
+    for line in range(1, 20_001):
+        packer.add(row(line, model=str(line % 40)), 10)
+    batches = list(packer.flush())
+    assert len(batches) == 20_000 / 50
+    assert sorted(each.line for batch in batches for each in batch.rows) == list(range(1, 20_001))
+
+
+def test_where_too_many_bytes_wait_the_group_that_has_most_of_them_goes_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("batchrun.plan.pack.HELD_BYTES", 1_000)
+    packer = Packer(PackBudget(10**6, 10**6, 400))
+    for line, model in enumerate("abbcbabc", 1):
+        packer.add(row(line, model=model), 1, 150)
+        if line < 7:  # 900 bytes wait
+            assert packer.pack() is None
+    assert [(b.key[1], [r.line for r in b.rows], b.bound) for b in iter(packer.pack, None)] == [
+        ("b", [2, 3], "bytes"),
+        ("b", [5, 7], "groups"),
+    ]
+    assert [(b.key[1], [r.line for r in b.rows]) for b in packer.flush()] == [("a", [1, 6]), ("c", [4, 8])]
+
+
 def test_a_group_flushed_at_once_for_its_own_successor_leaves_nothing_behind() -> None:
     packer = Packer(PackBudget(100, 9, 10**6), max_groups=1)
     packer.add(row(1, model="a"), 10)

@@ -18,6 +18,8 @@ LEVELS = 2_048
 """Resolution of the subset sum: sizes are rounded up to so many parts of what is left, so no batch overflows."""
 CHOSEN_SHARE = 0.6
 """At most this share of a budget is filled by choice; the rest in order."""
+HELD_BYTES = 32 * 1024 * 1024
+"""Bytes of rows that wait to be packed, or two batches' where that is more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,17 +35,20 @@ class Packer:
     """Packs rows into batches, each row into exactly one.
 
     No batch exceeds a budget, except that of a single row which alone does (``batch.tokens`` then says so). The
-    oldest row of a group always seeds its next batch, so nothing waits for more than ``look_ahead`` batches. Memory
-    is bounded: one open batch and ``look_ahead`` rows for each of at most ``max_groups`` groups.
+    oldest row of a group always seeds its next batch, so nothing waits for more than ``look_ahead`` batches of its own.
+    Memory is bounded: where more than ``HELD_BYTES`` wait, or more than ``max_groups`` kinds of rows, a group goes out
+    as it is: of too many bytes the one that has most of them, of too many groups the one open for longest.
     """
 
     def __init__(
         self,
         budget: PackBudget,
         look_ahead: int = 64,
-        max_groups: int = 32,
+        max_groups: int = 512,
     ) -> None:
         self.budget = budget
+        self._most_held = max(HELD_BYTES, 2 * budget.bytes)
+        self._held = 0
         self._look_ahead = look_ahead
         self._max_groups = max_groups
         self._groups: dict[GroupKey, _Group] = {}
@@ -61,10 +66,15 @@ class Packer:
         group = self._groups.get(key)
         if group is None:
             if len(self._groups) == self._max_groups:
-                self._flush(next(iter(self._groups)), "groups")  # the group that has been open for longest
+                self._flush(next(iter(self._groups)), "groups")
             group = self._groups[key] = _Group(self.budget, key)
-        group.add(_Item(row, tokens, len(row.body) if size is None else size))
+        if size is None:
+            size = len(row.body)
+        group.add(_Item(row, tokens, size))
         self._touched = group
+        self._held += size
+        if self._held > self._most_held:
+            self._flush(max(self._groups, key=lambda key: self._groups[key].bytes), "groups")
 
     def pack(self) -> Batch | None:
         """Returns the next batch, or None while more rows may still improve it."""
@@ -97,6 +107,7 @@ class Packer:
             bound = flushed
         batch = Batch(self._next_id, group.key, tuple(item.row for item in items), tokens, size, bound)
         self._next_id += 1
+        self._held -= size
         return batch
 
     def _scarcest(self, rows: int, tokens: int, size: int) -> tuple[float, Bound]:
@@ -152,6 +163,11 @@ class _Group:
             if len(self._taken) == self._budget.rows or self._tokens <= 0 or self._bytes <= 0:
                 return True
         return look_ahead == 0 and bool(self._taken)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the open batch and of the rows ahead of it."""
+        return self._budget.bytes - self._bytes + self._ahead_bytes
 
     @property
     def is_empty(self) -> bool:
