@@ -53,6 +53,8 @@ class Row:
     """The user's own metadata, raw JSON, never sent."""
     tokens: int = 0
     """Input tokens, estimated; set by the engine from a ``TokenCounter``."""
+    prefix: tuple[int, ...] = ()
+    """The groups of rows whose prompts begin alike, as the job numbers them, the widest first; empty: none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +103,11 @@ class Call:
     """Monotonic second at which it became sendable for the first time."""
     sent_at: float = 0.0
     """Monotonic second of the current send."""
+
+    @property
+    def prefix(self) -> tuple[int, ...]:
+        """The groups of its row; none where the call is of many rows."""
+        return self.rows[0].prefix if len(self.rows) == 1 else ()
 
 
 # ---------------------------------------------------------------- wire
@@ -295,6 +302,8 @@ class Settled:
     at: float
     unsent: bool = False
     """Settled without a send (invalid line, too large)."""
+    saved_usd: Decimal = Decimal(0)
+    """What reading from the provider's cache saved against full price; below 0 where writing to it cost more."""
 
 
 @dataclass(frozen=True, slots=True)

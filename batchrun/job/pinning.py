@@ -21,6 +21,7 @@ from batchrun.records import BadRow, Line, Operation, Row
 from batchrun.run import settle
 from batchrun.run.failpoint import reached
 from batchrun.run.files import private_file, rename
+from batchrun.run.prefixes import Prefixes
 from batchrun.run.progress import Console
 from batchrun.run.source import Indexer, input_as_json, scan
 from batchrun.run.store import Store
@@ -129,7 +130,7 @@ class _Index:
         """Scans a stream and keeps its index. Raises: BatchrunError(65) if it is invalid or not what it was."""
         store, settings = self._store, self._settings
         known = store if store.get("source") is not None and store.get("runs") else None
-        with store.transaction() as db:
+        with store.transaction() as db, contextlib.closing(Prefixes()) as prefixes:
             if known is None:  # nothing was ever sent: what an earlier start left may have been made otherwise
                 store.clear(db)
             indexer = Indexer(known, lambda chunk: store.add_chunk(db, chunk))
@@ -139,8 +140,7 @@ class _Index:
                 if not indexer.take(line, shaped):
                     return
                 if isinstance(shaped, Row):
-                    if shaped.priority:
-                        db.execute("INSERT INTO priority VALUES (?,?)", (shaped.line, shaped.priority))
+                    self._place(db, shaped, prefixes)
                 elif shaped is not None and settings.skip_invalid:
                     refused.add(shaped, input_as_json(line) if isinstance(line, Line) else b"null")
 
@@ -159,6 +159,7 @@ class _Index:
                     exit_code=Exit.INPUT,
                 )
             refused.flush()
+            self._group(db, prefixes)
             reached("ingest")
             store.keep(db, source=source, models=dict(found.models), settings=to_json(settings))
             before_commit()
@@ -166,6 +167,24 @@ class _Index:
             self._console.notice(f"{indexer.added:,} new rows at the end of the input")
         if found.bad_count:
             self._console.bad_lines(found.bad, found.bad_count)
+
+    def _place(self, db: sqlite3.Connection, row: Row, prefixes: Prefixes) -> None:
+        """Notes what gives a new row another place than its line's."""
+        if row.priority:
+            db.execute("INSERT INTO priority VALUES (?,?)", (row.line, row.priority))
+        elif self._settings.group_by != "none":
+            prefixes.add(row)
+
+    def _group(self, db: sqlite3.Connection, prefixes: Prefixes) -> None:
+        """Keeps the groups of new rows whose prompts begin alike, where that was asked for or pays."""
+        shared = prefixes.find()
+        if not shared.rows or (self._settings.group_by == "auto" and not shared.pays):
+            return
+        self._store.add_prefixes(db, prefixes.members())
+        self._console.notice(
+            f"{shared.rows:,} rows in {shared.groups:,} groups begin alike: sent group by group, so that the"
+            f" provider's cache may serve {shared.share:.0%} of the input (--group-by none to leave them in order)"
+        )
 
 
 def _copy(stream: BinaryIO, path: Path) -> None:

@@ -77,7 +77,8 @@ class Run:
         self.last_line = _limit_line(store, settings.limit)
         self.total = store.rows(self.last_line)
         self.left_at_once = False
-        self.reader = RowReader(input_of(job, store), store, shaper, self.last_line)
+        by_prefix = settings.group_by != "none"
+        self.reader = RowReader(input_of(job, store), store, shaper, self.last_line, by_prefix=by_prefix)
 
     def outcome(self) -> Outcome:
         """Runs what is pending and leaves results, errors and report behind."""

@@ -17,6 +17,7 @@ from typing import Literal
 from batchrun.errors import Exit
 from batchrun.plan.budget import Budget
 from batchrun.plan.limit import START
+from batchrun.plan.prefix import Entry
 from batchrun.plan.retry import back_off, judge
 from batchrun.plan.scope import Flight, Lane, Origin, Scope
 from batchrun.plan.steps import Done, Flow, Idle, Note, Send, Settlement, Sleep, Step, Stop
@@ -79,6 +80,8 @@ class Schedule:
         self._flights: dict[Call, Flight] = {}
         self._trouble: dict[Call, _Trouble] = {}
         self._ready = 0
+        self._grouped = False
+        """Whether any call's prompt begins like another's."""
         self._order = 0
         self._closed = False
         self._failed = flow.failed
@@ -100,12 +103,14 @@ class Schedule:
         if not self._lanes:
             return 2 * min(START, self._ceiling) + AHEAD
         short = max(2 * min(lane.room, self._ceiling) + AHEAD - len(lane.ready) for lane in self._lanes.values())
-        return max(0, min(short, HELD_AT_MOST - self._ready - len(self._waiting)))
+        held = self._ready + len(self._waiting) + sum(lane.prefixes.held for lane in self._lanes.values())
+        return max(0, min(short, HELD_AT_MOST - held))
 
     def offer(self, now: float, calls: Iterable[Call]) -> None:
         """Takes calls to be made. Each of their rows will be in exactly one settlement."""
         for call in calls:
             call.ready_at = now
+            self._grouped = self._grouped or bool(call.prefix)
             model = call.rows[0].model
             if model not in self._lanes:
                 self._lanes[model] = Lane(self._flow, self._rng, now, self._origins)
@@ -121,6 +126,8 @@ class Schedule:
         """Says what to do now. With ``Send``, the slot, the rate and the reservation are taken."""
         if self._waiting and self._waiting[0][0] <= now:
             self._return_waiting(now)
+        if self._grouped:
+            self._hold_followers(now)
         self._check_stops(now)
         if self.stop is not None:
             return IDLE if self._flights else Done(self.stop)
@@ -140,7 +147,7 @@ class Schedule:
 
     def _check_stops(self, now: float) -> None:
         """Stops at the deadline, and where too many rows have failed; not when nothing is left to send."""
-        if self.stop is not None or not (self._ready or self._waiting or not self._closed):
+        if self.stop is not None or not (self._ready or self._waiting or not self._closed or self._led):
             return
         if self._flow.deadline_at is not None and now >= self._flow.deadline_at:
             self.drain(now, Stop("deadline", Exit.STOPPED, "the deadline has passed"))
@@ -148,6 +155,9 @@ class Schedule:
             self.drain(now, Stop("max-failures", Exit.STOPPED, f"{self._failed} rows have failed"))
 
     def _nothing_ready(self, now: float) -> Step:
+        if self._led:
+            self._binding = "prompt cache"
+            return self._sleep(inf)
         self._binding = "input"
         if self._waiting:
             if self._unreachable_since is None or self._flights:
@@ -167,6 +177,8 @@ class Schedule:
             until = min(until, self._waiting[0][0])
         if self._flow.deadline_at is not None:
             until = min(until, self._flow.deadline_at)
+        if self._grouped:
+            until = min(until, *(lane.prefixes.due_at for lane in self._lanes.values()))
         return Sleep(until) if until < inf else IDLE
 
     def _choose(self, now: float) -> tuple[Lane | None, Scope | None, float]:
@@ -184,6 +196,7 @@ class Schedule:
             if best_key is not None and key >= best_key:
                 continue
             expected, most = lane.charge(lane.ready[0][3])
+            home = lane.prefixes.home(now, lane.ready[0][3]) if len(lane.scopes) > 1 else None
             room = -inf
             for scope in lane.scopes:
                 opens_at = scope.opens_at(now, expected, most)
@@ -191,7 +204,7 @@ class Schedule:
                     if opens_at <= soonest:
                         soonest, self._binding = opens_at, scope
                     continue
-                share = 1.0 - scope.limit.in_flight / scope.limit.window
+                share = inf if scope is home else 1.0 - scope.limit.in_flight / scope.limit.window
                 if share > room:
                     room, best, best_key = share, (lane, scope), key
         return *best, soonest
@@ -202,6 +215,7 @@ class Schedule:
         self._budget.reserve(call.reserved_usd)
         flight = self._flights[call] = lane.flight(scope, call)
         scope.send(now, flight)
+        lane.prefixes.sent(now, call, scope.limit.rtt_s)
         call.sends += 1
         call.sent_at = now
         return Send(call, scope.origin)
@@ -231,6 +245,7 @@ class Schedule:
         may have been processed. ``adapted``: the codec has learned from this fault; ask again at once, as no attempt.
         """
         flight = self._flights.pop(call)
+        self._release_followers(now, call, flight, processed=isinstance(result, Reply) or result.usage is not None)
         if result.quotas is not None:
             flight.scope.learn(now, result.quotas, call.sent_at, flight)
         if isinstance(result, Reply):
@@ -356,6 +371,7 @@ class Schedule:
         """The call was not sent after all: slot, rate and money are given back, and it may go again."""
         flight = self._flights.pop(call)
         flight.scope.unsent(now, flight)
+        self._release_followers(now, call, flight, processed=False)
         self._lane(call).used(now, call, flight, None)
         self._budget.release(call.reserved_usd)
         call.sends -= 1
@@ -424,6 +440,31 @@ class Schedule:
         self._order += 1
         self._ready += 1
         heapq.heappush(self._lane(call).ready, (urgency, int(fresh), self._order, call))
+
+    @property
+    def _led(self) -> bool:
+        """Whether calls are held for the sake of the prompt cache: then somebody before each is out, or may go."""
+        return self._grouped and any(lane.prefixes.held for lane in self._lanes.values())
+
+    def _hold_followers(self, now: float) -> None:
+        """Takes what would come too early for the prompt cache from the head of each lane."""
+        for lane in self._lanes.values():
+            self._give_back(lane, lane.prefixes.overdue(now))
+            while lane.ready and lane.prefixes.hold(now, lane.ready[0]):
+                heapq.heappop(lane.ready)
+                self._ready -= 1
+
+    def _release_followers(self, now: float, call: Call, flight: Flight, *, processed: bool) -> None:
+        """Makes ready what had to wait for this call, as urgent as before: ahead of what was offered later."""
+        if not call.prefix:
+            return
+        lane = self._lane(call)
+        self._give_back(lane, lane.prefixes.ended(now, call, flight.scope, processed=processed))
+
+    def _give_back(self, lane: Lane, entries: list[Entry]) -> None:
+        self._ready += len(entries)
+        for entry in entries:
+            heapq.heappush(lane.ready, entry)
 
     def _wait(self, until: float, call: Call) -> None:
         self._order += 1
