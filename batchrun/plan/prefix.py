@@ -35,21 +35,20 @@ class _Group(Generic[_Home]):
 
     def __init__(self) -> None:
         self.leader: Call | None = None
-        """Out now, and the cache begins with its reply."""
-        self.due_at = -inf
-        """Until when it is waited for."""
+        """Goes first, or is out: the cache begins with its reply."""
+        self.due_at = inf
+        """Until when the reply is waited for; ``inf`` before the leader is out."""
         self.warm_until = -inf
         self.home: _Home | None = None
         """Where the cache is."""
         self.held: list[Entry] = []
 
-    def must_wait(self, now: float) -> bool:
-        """Whether a call would come too early now."""
-        return self.leader is not None and self.warm_until <= now < self.due_at
-
 
 class Prefixes(Generic[_Home]):
-    """The groups of one lane. A call that is in groups within groups waits for each, the widest first."""
+    """The groups of one lane. A call that is in groups within groups waits for each, the widest first.
+
+    Whoever holds calls back does so for a leader that is out, that may go, or that is itself held in a wider group.
+    """
 
     __slots__ = ("_due", "_groups", "_sweep_at", "held")
 
@@ -66,15 +65,23 @@ class Prefixes(Generic[_Home]):
         """When a call may have waited long enough; ``inf`` where none waits."""
         return self._due[0][0] if self.held and self._due else inf
 
-    def hold(self, now: float, entry: Entry) -> bool:
-        """Holds a call that would come too early. Returns whether it did."""
-        for number in entry[3].prefix:
-            group = self._groups.get(number)
-            if group is not None and group.must_wait(now):
+    def admit(self, now: float, entry: Entry) -> bool:
+        """Says whether a call may go: it leads the groups of which there is no cache. If it may not, it is held."""
+        call = entry[3]
+        cold = []
+        for number in call.prefix:
+            group = self._group(now, number)
+            if now < group.warm_until:
+                continue
+            if group.leader is not None and group.leader is not call and now < group.due_at:
                 group.held.append(entry)
                 self.held += 1
-                return True
-        return False
+                return False
+            cold.append(group)
+        for group in cold:
+            if group.leader is not call:
+                group.leader, group.due_at = call, inf
+        return True
 
     def home(self, now: float, call: Call) -> _Home | None:
         """Returns where the longest beginning of a call is cached; None where it is nowhere."""
@@ -85,23 +92,18 @@ class Prefixes(Generic[_Home]):
         return None
 
     def sent(self, now: float, call: Call, rtt_s: float) -> None:
-        """A call goes out: it leads the groups of which no cache is there."""
+        """A call that was just admitted goes out."""
         for number in call.prefix:
-            group = self._groups.get(number)
-            if group is None:
-                group = self._groups[number] = self._new(now)
-            if group.warm_until <= now:
-                group.leader = call
+            group = self._groups[number]
+            if group.leader is call:
                 group.due_at = now + max(LEAST_PATIENCE_S, PATIENCE_RTTS * rtt_s)
                 heapq.heappush(self._due, (group.due_at, number))
 
     def ended(self, now: float, call: Call, home: _Home, *, processed: bool) -> list[Entry]:
-        """A call ended; ``processed``: the server has read its prompt. Returns the calls that wait no longer."""
+        """A call ended; ``processed``: the server has read its prompt. Returns what to admit that waited for it."""
         released: list[Entry] = []
         for number in call.prefix:
-            group = self._groups.get(number)
-            if group is None:  # its last reply was long ago
-                group = self._groups[number] = self._new(now)
+            group = self._group(now, number)
             if processed:
                 group.leader, group.home, group.warm_until = None, home, now + LIFE_S
                 released += group.held
@@ -113,7 +115,7 @@ class Prefixes(Generic[_Home]):
         return released
 
     def overdue(self, now: float) -> list[Entry]:
-        """Returns a call of each group whose leader has been waited for long enough."""
+        """Returns what to admit since its group's leader has been waited for long enough: one call of each."""
         released: list[Entry] = []
         while self._due and self._due[0][0] <= now:
             at, number = heapq.heappop(self._due)
@@ -123,16 +125,19 @@ class Prefixes(Generic[_Home]):
         self.held -= len(released)
         return released
 
-    def _new(self, now: float) -> _Group[_Home]:
-        """Returns a new group; forgets those that are over when there are many."""
-        if len(self._groups) >= self._sweep_at:
-            self._groups = {
-                number: group
-                for number, group in self._groups.items()
-                if group.leader is not None or group.held or now < group.warm_until
-            }
-            self._sweep_at = max(SWEEP_AT, 2 * len(self._groups))
-        return _Group()
+    def _group(self, now: float, number: int) -> _Group[_Home]:
+        """Returns a group; before a new one is made, those that are over are forgotten if there are many."""
+        group = self._groups.get(number)
+        if group is None:
+            if len(self._groups) >= self._sweep_at:
+                self._groups = {
+                    known: each
+                    for known, each in self._groups.items()
+                    if each.leader is not None or each.held or now < each.warm_until
+                }
+                self._sweep_at = max(SWEEP_AT, 2 * len(self._groups))
+            group = self._groups[number] = _Group()
+        return group
 
 
 def _first(group: _Group[_Home]) -> list[Entry]:

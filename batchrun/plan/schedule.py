@@ -114,7 +114,7 @@ class Schedule:
             model = call.rows[0].model
             if model not in self._lanes:
                 self._lanes[model] = Lane(self._flow, self._rng, now, self._origins)
-            self._make_ready(call, fresh=True)
+            self._make_ready(now, call, fresh=True)
 
     def close(self) -> None:
         """No more calls will be offered."""
@@ -282,7 +282,7 @@ class Schedule:
             return Settlement(answered, held=missing, lost_usd=lost_usd, fault=fault)
         alone = tuple(_part(call, (row,)) for row in missing)
         for part in alone:  # at once: the server works, and this is no retry of what it did not answer for them
-            self._make_ready(part, fresh=False)
+            self._make_ready(now, part, fresh=False)
         return Settlement(answered, again=alone, lost_usd=lost_usd, fault=fault)
 
     def _faulted(
@@ -296,7 +296,7 @@ class Schedule:
         in_outage = flight.scope.breaker.opened_at is not None
         self._feel(now, call, flight, fault, adapted=adapted)
         if adapted:
-            self._make_ready(call, fresh=False)
+            self._make_ready(now, call, fresh=False)
             return Settlement(again=(call,), lost_usd=lost_usd, fault=fault)
         if fault.maybe_processed and not in_outage:
             call.attempts += 1  # an outage never fails a row, so what fails while one is known is not counted
@@ -353,7 +353,7 @@ class Schedule:
             half = (len(call.rows) + 1) // 2
             parts = (_part(call, call.rows[:half]), _part(call, call.rows[half:]))
             for part in parts:
-                self._make_ready(part, fresh=False)
+                self._make_ready(now, part, fresh=False)
             return Settlement(again=parts)
         self._ask_again(now, call, fault)
         return Settlement(again=(call,))
@@ -375,7 +375,7 @@ class Schedule:
         self._lane(call).used(now, call, flight, None)
         self._budget.release(call.reserved_usd)
         call.sends -= 1
-        self._make_ready(call, fresh=False)
+        self._make_ready(now, call, fresh=False)
 
     def unpack(self, now: float, call: Call) -> None:
         """The call was not sent: its rows are asked one by one instead, since the server answers only the first."""
@@ -385,7 +385,7 @@ class Schedule:
         heapq.heapify(lane.ready)
         self._ready -= 1
         for row in call.rows:
-            self._make_ready(_part(call, (row,)), fresh=False)
+            self._make_ready(now, _part(call, (row,)), fresh=False)
 
     def drain(self, now: float, stop: Stop) -> None:
         """Sends nothing more; ``Done`` follows once nothing is in flight. The first reason to stop is kept."""
@@ -434,12 +434,11 @@ class Schedule:
     def _lane(self, call: Call) -> Lane:
         return self._lanes[call.rows[0].model]
 
-    def _make_ready(self, call: Call, *, fresh: bool) -> None:
+    def _make_ready(self, now: float, call: Call, *, fresh: bool) -> None:
         """Queues by urgency: a level of priority is worth minutes of waiting, being a retry half a level."""
         urgency = call.ready_at - LEVEL_S * (call.priority if fresh else call.priority + 0.5)
         self._order += 1
-        self._ready += 1
-        heapq.heappush(self._lane(call).ready, (urgency, int(fresh), self._order, call))
+        self._admit(now, self._lane(call), [(urgency, int(fresh), self._order, call)])
 
     @property
     def _led(self) -> bool:
@@ -447,24 +446,25 @@ class Schedule:
         return self._grouped and any(lane.prefixes.held for lane in self._lanes.values())
 
     def _hold_followers(self, now: float) -> None:
-        """Takes what would come too early for the prompt cache from the head of each lane."""
+        """Takes what would come too early for the prompt cache, since that was let go, from the head of each lane."""
         for lane in self._lanes.values():
-            self._give_back(lane, lane.prefixes.overdue(now))
-            while lane.ready and lane.prefixes.hold(now, lane.ready[0]):
+            self._admit(now, lane, lane.prefixes.overdue(now))
+            while lane.ready and not lane.prefixes.admit(now, lane.ready[0]):
                 heapq.heappop(lane.ready)
                 self._ready -= 1
 
     def _release_followers(self, now: float, call: Call, flight: Flight, *, processed: bool) -> None:
         """Makes ready what had to wait for this call, as urgent as before: ahead of what was offered later."""
-        if not call.prefix:
-            return
-        lane = self._lane(call)
-        self._give_back(lane, lane.prefixes.ended(now, call, flight.scope, processed=processed))
+        if call.prefix:
+            lane = self._lane(call)
+            self._admit(now, lane, lane.prefixes.ended(now, call, flight.scope, processed=processed))
 
-    def _give_back(self, lane: Lane, entries: list[Entry]) -> None:
-        self._ready += len(entries)
+    def _admit(self, now: float, lane: Lane, entries: Iterable[Entry]) -> None:
+        """Makes calls ready, but for those that are held for the sake of the prompt cache."""
         for entry in entries:
-            heapq.heappush(lane.ready, entry)
+            if lane.prefixes.admit(now, entry):
+                self._ready += 1
+                heapq.heappush(lane.ready, entry)
 
     def _wait(self, until: float, call: Call) -> None:
         self._order += 1
@@ -478,7 +478,7 @@ class Schedule:
             if wait_s > 0.0:
                 self._wait(now + wait_s, call)
             else:
-                self._make_ready(call, fresh=False)
+                self._make_ready(now, call, fresh=False)
 
     def _out_of_patience(self, now: float) -> bool:
         """Stops the run where all that could be sent has been unreachable for longer than the patience."""
