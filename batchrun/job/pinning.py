@@ -15,6 +15,7 @@ from typing import Any, BinaryIO
 from batchrun.config import Settings
 from batchrun.errors import BatchrunError, Exit
 from batchrun.intake.jsonl import OversizedLine, is_plain, open_input, spool
+from batchrun.intake.prefixes import Shared
 from batchrun.intake.shapes import Shaper
 from batchrun.job.settings import to_json
 from batchrun.records import BadRow, Line, Operation, Row
@@ -27,7 +28,7 @@ from batchrun.run.source import Indexer, input_as_json, scan
 from batchrun.run.store import Store
 from batchrun.run.view import View
 
-__all__ = ["SPOOL", "input_of", "open_any", "pin", "readable"]
+__all__ = ["SPOOL", "grouped", "input_of", "may_group", "open_any", "pin", "readable"]
 
 SPOOL = "input.jsonl"
 """The copy, in the job directory, of an input that cannot be read twice by offset."""
@@ -172,19 +173,29 @@ class _Index:
         """Notes what gives a new row another place than its line's."""
         if row.priority:
             db.execute("INSERT INTO priority VALUES (?,?)", (row.line, row.priority))
-        elif self._settings.group_by != "none":
+        elif may_group(self._settings):
             prefixes.add(row)
 
     def _group(self, db: sqlite3.Connection, prefixes: Prefixes) -> None:
         """Keeps the groups of new rows whose prompts begin alike, where that was asked for or pays."""
         shared = prefixes.find()
-        if not shared.rows or (self._settings.group_by == "auto" and not shared.pays):
+        if not grouped(self._settings, shared):
             return
         self._store.add_prefixes(db, prefixes.members())
         self._console.notice(
             f"{shared.rows:,} rows in {shared.groups:,} groups begin alike: sent group by group, so that the"
             f" provider's cache may serve {shared.share:.0%} of the input (--group-by none to leave them in order)"
         )
+
+
+def may_group(settings: Settings) -> bool:
+    """Whether rows may be sent by how their prompts begin: each in a call of its own, unless that is not wanted."""
+    return settings.group_by != "none" and settings.mode != "packed"
+
+
+def grouped(settings: Settings, shared: Shared) -> bool:
+    """Whether rows that share so much are sent together."""
+    return shared.rows > 0 and (shared.pays or settings.group_by == "prefix")
 
 
 def _copy(stream: BinaryIO, path: Path) -> None:
