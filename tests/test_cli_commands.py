@@ -99,6 +99,7 @@ CONTRACT = [
     "--concurrency",
     "--rpm",
     "--tpm",
+    "--group-by",
     "--max-attempts",
     "--timeout",
     "--budget",
@@ -125,6 +126,7 @@ CONTRACT = [
     "--sim-rpm",
     "--sim-tpm",
     "--sim-error-rate",
+    "--sim-cache-life",
     "--sim-seed",
     "--config",
 ]

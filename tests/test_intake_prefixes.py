@@ -16,7 +16,9 @@ from batchrun.run.prefixes import Prefixes
 TEXT = "".join(chr(97 + n % 26) for n in range(100_000))
 
 
-def row(line: int, *texts: str, endpoint: Endpoint = "chat", model: str = "m", priority: int = 0, **more: object) -> Row:
+def row(
+    line: int, *texts: str, endpoint: Endpoint = "chat", model: str = "m", priority: int = 0, **more: object
+) -> Row:
     messages = [{"role": "user", "content": text} for text in texts]
     body = orjson.dumps({**more, "model": model, "messages": messages, "temperature": 0.5})
     return Row(line, f"r{line}", endpoint, model, body, 10, priority)
