@@ -1,4 +1,4 @@
-"""Calls whose prompts begin alike: one goes first, the others wait for its reply without a slot, and nobody for ever."""
+"""Calls whose prompts begin alike: one goes first, the others wait for its reply without a slot, none for ever."""
 
 from __future__ import annotations
 
