@@ -47,8 +47,16 @@ def test_what_no_cache_would_hold_has_no_key(each: Row):
     assert key_of(each) is None
 
 
-def test_a_request_of_anthropics_is_cached_where_it_says_so():
-    assert key_of(row(1, document(1), endpoint="messages", cache_control={"type": "ephemeral"})) is not None
+def test_a_request_of_anthropics_is_cached_as_far_as_it_says_so():
+    def marked(line: int, after: str) -> Row:
+        content = [{"type": "text", "text": document(1), "cache_control": {"type": "ephemeral"}}, {"text": after}]
+        body = orjson.dumps({"model": "m", "messages": [{"role": "user", "content": content}]})
+        return Row(line, f"r{line}", "messages", "m", body, 10)
+
+    whole = key_of(row(1, document(1), endpoint="messages", cache_control={"type": "ephemeral"}))
+    assert whole is not None
+    alike = [marked(line, document(2) if line < 3 else document(line)) for line in range(1, 6)]
+    assert {each.path for each in members(*alike)} == {(1,)}  # what two have in common beyond the mark is not cached
 
 
 def test_a_prompt_is_read_as_providers_do_whatever_the_order_of_its_fields():

@@ -37,13 +37,19 @@ _FIELDS = (
 )  # fmt: skip
 """What a provider reads before it writes, in the order in which it caches: tools, then system, then messages."""
 
+_MARK = b'"cache_control"'
+
 _members = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
-def prompt_bytes(body: bytes) -> bytes:
-    """Returns what a body asks as a cache sees it: raw JSON, in the order in which providers read it."""
+def prompt_bytes(body: bytes, *, marked: bool = False) -> bytes:
+    """Returns what a body asks as a cache sees it: raw JSON, in the order in which providers read it.
+
+    ``marked``: as the Anthropic API has it, up to the last ``cache_control``, unless the body itself has one.
+    """
     members = _members.decode(body)
-    return b"".join([members[name] for name in _FIELDS if name in members])
+    prompt = b"".join([members[name] for name in _FIELDS if name in members])
+    return prompt[: max(0, prompt.rfind(_MARK))] if marked and "cache_control" not in members else prompt
 
 
 class Key(NamedTuple):
@@ -64,9 +70,10 @@ def key_of(row: Row) -> Key | None:
     body = row.body
     if len(body) < LEAST_BYTES or row.endpoint == "embeddings" or row.priority:
         return None
-    if row.endpoint == "messages" and b'"cache_control"' not in body:
+    marked = row.endpoint == "messages"
+    if marked and _MARK not in body:
         return None
-    chain = _chain(prompt_bytes(body), f"{row.endpoint}\n{row.model}\n".encode())
+    chain = _chain(prompt_bytes(body, marked=marked), f"{row.endpoint}\n{row.model}\n".encode())
     return Key(chain, row.line, row.model, len(body)) if chain else None
 
 

@@ -16,7 +16,6 @@ _BYTES_PER_TOKEN = 4
 """As the simulator counts."""
 _LEAST_BYTES = 1_024 * _BYTES_PER_TOKEN
 _STEP_BYTES = 128 * _BYTES_PER_TOKEN
-_MARK = b'"cache_control"'
 _MOST = 1 << 18
 """Beginnings remembered, some 30 MB; beyond that the least recently used one goes."""
 
@@ -36,10 +35,7 @@ class PromptCache:
         """
         if self._life_s <= 0 or len(content) < _LEAST_BYTES or path.endswith("/embeddings"):
             return []
-        prompt = prompt_bytes(content)
-        if path.endswith("/messages") and "cache_control" not in orjson.loads(content):
-            prompt = prompt[: max(0, prompt.rfind(_MARK))]
-        return list(_names(orjson.dumps([path, model]), prompt))
+        return list(_names(orjson.dumps([path, model]), prompt_bytes(content, marked=path.endswith("/messages"))))
 
     def read(self, now: float, beginnings: list[bytes]) -> int:
         """Returns how many tokens of a request are served from the cache; they live on."""
