@@ -259,6 +259,20 @@ def test_groups_that_are_over_are_forgotten():
     assert prefixes.home(now, late) == "here"
 
 
+def test_a_call_that_opens_groups_within_groups_when_there_are_many_leads_them_all():
+    prefixes: Prefixes[str] = Prefixes()
+    for group in range(SWEEP_AT - 1):
+        each = call(group + 1, prefix=(group,))
+        prefixes.admit(0.0, (0.0, 1, group, each))
+        prefixes.sent(0.0, each, 1.0)
+        prefixes.ended(0.0, each, "here", processed=False)
+    first, second = (call(line, prefix=(SWEEP_AT, SWEEP_AT + 1, SWEEP_AT + 2)) for line in (1, 2))
+    assert prefixes.admit(1.0, (0.0, 1, 1, first))
+    prefixes.sent(1.0, first, 1.0)
+    assert not prefixes.admit(1.0, (0.0, 1, 2, second))
+    assert [entry[3] for entry in prefixes.ended(2.0, first, "here", processed=True)] == [second]
+
+
 @settings(max_examples=50, deadline=None)
 @given(st.integers(0, 10**6), st.integers(1, 30), st.integers(1, 12))
 def test_no_call_goes_out_before_the_first_reply_to_its_group(seed: int, window: int, groups: int):

@@ -68,9 +68,11 @@ class Prefixes(Generic[_Home]):
     def admit(self, now: float, entry: Entry) -> bool:
         """Says whether a call may go: it leads the groups of which there is no cache. If it may not, it is held."""
         call = entry[3]
+        if len(self._groups) >= self._sweep_at:
+            self._sweep(now)
         cold = []
         for number in call.prefix:
-            group = self._group(now, number)
+            group = self._group(number)
             if now < group.warm_until:
                 continue
             if group.leader is not None and group.leader is not call and now < group.due_at:
@@ -103,7 +105,7 @@ class Prefixes(Generic[_Home]):
         """A call ended; ``processed``: the server has read its prompt. Returns what to admit that waited for it."""
         released: list[Entry] = []
         for number in call.prefix:
-            group = self._group(now, number)
+            group = self._group(number)
             if processed:
                 group.leader, group.home, group.warm_until = None, home, now + LIFE_S
                 released += group.held
@@ -125,19 +127,20 @@ class Prefixes(Generic[_Home]):
         self.held -= len(released)
         return released
 
-    def _group(self, now: float, number: int) -> _Group[_Home]:
-        """Returns a group; before a new one is made, those that are over are forgotten if there are many."""
+    def _group(self, number: int) -> _Group[_Home]:
         group = self._groups.get(number)
         if group is None:
-            if len(self._groups) >= self._sweep_at:
-                self._groups = {
-                    known: each
-                    for known, each in self._groups.items()
-                    if each.leader is not None or each.held or now < each.warm_until
-                }
-                self._sweep_at = max(SWEEP_AT, 2 * len(self._groups))
             group = self._groups[number] = _Group()
         return group
+
+    def _sweep(self, now: float) -> None:
+        """Forgets the groups that are over."""
+        self._groups = {
+            number: group
+            for number, group in self._groups.items()
+            if group.leader is not None or group.held or now < group.warm_until
+        }
+        self._sweep_at = max(SWEEP_AT, 2 * len(self._groups))
 
 
 def _first(group: _Group[_Home]) -> list[Entry]:
