@@ -91,6 +91,8 @@ class Run:
         if not self.total:
             self.console.notice("the input has no rows: nothing to do")
         self._check_prices()
+        if self.settings.group_by == "prefix" and not self.store.has_prefixes():
+            self.console.notice("no rows are known to begin alike; that is looked for when an input is read first")
         self.store.put(settings=to_json(self.settings), last_line=self.last_line)
         if self.settings.retry_failed:
             self._reopen_failed()
