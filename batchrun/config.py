@@ -41,6 +41,8 @@ class SimSettings:
     rpm: int | None = None
     tpm: int | None = None
     error_rate: float = 0.0
+    cache_life_s: float = 300.0
+    """How long its prompt cache remembers; 0: it has none."""
     seed: int = 0
 
 
@@ -82,6 +84,8 @@ class Settings:
     concurrency: int | None = None
     rpm: int | None = None
     tpm: int | None = None
+    group_by: Literal["auto", "prefix", "none"] = "auto"
+    """Whether rows whose prompts begin alike are sent together, so that a provider's cache serves them."""
     max_attempts: int = 5
     timeout_s: float = 600.0
     # limits

@@ -379,6 +379,13 @@ OPTIONS: tuple[Option, ...] = (
     Option("flow", "concurrency", "N", "Exactly so many requests at a time, not adapted.", _positive),
     Option("flow", "rpm", "N", "Requests per minute at most.", _positive),
     Option("flow", "tpm", "N", "Tokens per minute at most.", _positive),
+    Option(
+        "flow",
+        "group-by",
+        "auto|prefix|none",
+        "Send rows with a long common beginning together, for the provider's cache; auto: where it pays. [auto]",
+        _one_of("auto", "prefix", "none"),
+    ),
     Option("flow", "max-attempts", "N", "Sends per row that may have been processed. [5]", _positive),
     Option(
         "flow",
@@ -485,6 +492,14 @@ OPTIONS: tuple[Option, ...] = (
         "Share of requests that fail, 0 to 1.",
         _share,
         into="sim.error_rate",
+    ),
+    Option(
+        "simulated provider",
+        "sim-cache-life",
+        "DURATION",
+        "How long its prompt cache remembers; 0: it has none. [5m]",
+        _duration,
+        into="sim.cache_life_s",
     ),
     Option("simulated provider", "sim-seed", "N", "Seed of its randomness. [0]", _seed, into="sim.seed"),
 )

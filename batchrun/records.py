@@ -59,6 +59,8 @@ class Row:
     """The user's own metadata, raw JSON, never sent."""
     tokens: int = 0
     """Input tokens, estimated; set by the engine from a ``TokenCounter``."""
+    prefix: tuple[int, ...] = ()
+    """The groups of rows whose prompts begin alike, as the job numbers them, the widest first; empty: none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +115,11 @@ class Call:
     """Monotonic second of the current send."""
     opened: Opened | None = None
     """Its batch, where all of it travels in this call: told of with the first send, so that what is not sent is not."""
+
+    @property
+    def prefix(self) -> tuple[int, ...]:
+        """The groups of its row; none where the call is of many rows."""
+        return self.rows[0].prefix if len(self.rows) == 1 else ()
 
 
 # ---------------------------------------------------------------- wire
@@ -307,6 +314,8 @@ class Settled(Hot, frozen=True, gc=False, kw_only=True):
     at: float
     unsent: bool = False
     """Settled without a send (invalid line, too large)."""
+    saved_usd: Decimal = Decimal(0)
+    """What reading from the provider's cache saved against full price; below 0 where writing to it cost more."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,12 +12,22 @@ ANSWER = Output(value=b'"ok"', body=b"{}")
 WORST = Decimal("0.01")
 
 
-def row(line: int, *, model: str = "m", max_output: int | None = 100, priority: int = 0, size: int = 2) -> Row:
-    return Row(line, f"r{line}", "chat", model, b"x" * size, max_output, priority, tokens=100)
+def row(
+    line: int,
+    *,
+    model: str = "m",
+    max_output: int | None = 100,
+    priority: int = 0,
+    size: int = 2,
+    prefix: tuple[int, ...] = (),
+) -> Row:
+    return Row(line, f"r{line}", "chat", model, b"x" * size, max_output, priority, tokens=100, prefix=prefix)
 
 
-def call(*lines: int, model: str = "m", priority: int = 0, worst: Decimal = WORST) -> Call:
-    rows = tuple(row(line, model=model, priority=priority) for line in lines)
+def call(
+    *lines: int, model: str = "m", priority: int = 0, worst: Decimal = WORST, prefix: tuple[int, ...] = ()
+) -> Call:
+    rows = tuple(row(line, model=model, priority=priority, prefix=prefix) for line in lines)
     return Call(rows, 1, 100 * len(rows), worst, priority)
 
 

@@ -100,6 +100,7 @@ CONTRACT = [
     "--concurrency",
     "--rpm",
     "--tpm",
+    "--group-by",
     "--max-attempts",
     "--timeout",
     "--budget",
@@ -126,6 +127,7 @@ CONTRACT = [
     "--sim-rpm",
     "--sim-tpm",
     "--sim-error-rate",
+    "--sim-cache-life",
     "--sim-seed",
     "--config",
 ]

@@ -117,7 +117,10 @@ def some_calls(rng: random.Random, count: int) -> list[Call]:
         size = rng.choice([1, 1, 1, 2, 5])
         lines = range(line + 1, line + 1 + size)
         worst = Decimal(rng.randint(1, 100)) / 1_000
-        calls.append(call(*lines, model=rng.choice("aab"), priority=rng.choice([0, 0, 1]), worst=worst))
+        model = rng.choice("aab")
+        outer = rng.randint(1, 3) + 10 * (model == "b")
+        prefix = rng.choice([(), (), (outer,), (outer, 100 * outer + rng.randint(1, 3))])
+        calls.append(call(*lines, model=model, priority=rng.choice([0, 0, 1]), worst=worst, prefix=prefix))
         line += size
     return calls
 

@@ -79,6 +79,27 @@ def test_larger_priority_comes_first_and_input_order_within(store: Store, tmp_pa
     assert [line for line, _ in pending(reader(store, tmp_path, data))] == [5, 2, 6, 1, 3, 7, 4]
 
 
+def test_rows_that_begin_alike_come_group_by_group_after_priority_and_before_the_rest(
+    store: Store, tmp_path: Path
+) -> None:
+    data = b"\n".join(row(f"r{n}", priority={2: 1, 4: -1}.get(n, 0)) for n in range(1, 3_011))
+    index(store, data)
+    with store.transaction() as db:
+        store.add_prefixes(db, [(3_000, (1,)), (7, (1,)), (5, (1, 2)), (2_000, (1, 2))])
+    with store.transaction() as db:  # those of rows that were appended: their groups are others
+        store.add_prefixes(db, [(3_010, (1,)), (3_009, (1,))])
+    store.apply([settled(7), settled(1)])
+    rows = reader(store, tmp_path, data)
+    found = [(r.line, r.prefix) for piece in rows.pending() for r in piece]
+    assert found[:6] == [(2, ()), (3_000, (1,)), (5, (1, 2)), (2_000, (1, 2)), (3_010, (5,)), (3_009, (5,))]
+    rest = sorted(set(range(1, 3_011)) - {1, 2, 4, 5, 7, 2_000, 3_000, 3_009, 3_010})
+    assert found[6:] == [(line, ()) for line in [*rest, 4]]
+    limited = RowReader(tmp_path / "in.jsonl", store, SHAPER, 2_500)
+    assert [line for line, _ in pending(limited)][:4] == [2, 5, 2_000, 3]
+    plain = RowReader(tmp_path / "in.jsonl", store, SHAPER, 3_010, by_prefix=False)
+    assert [line for line, _ in pending(plain)] == [2, 3, *range(5, 7), *range(8, 3_011), 4]
+
+
 def test_a_limit_ends_the_job_at_its_line(store: Store, tmp_path: Path) -> None:
     data = b"\n".join(row(f"r{n}", priority=n) for n in range(1, 8))
     index(store, data)

@@ -21,8 +21,9 @@ from batchrun.report.prices import PriceBook
 
 __all__ = ["endpoints_for", "key_for", "packings_for", "preset_for", "prices_for", "provider_at", "shaper_for"]
 
-_SIM_PRICE = PriceOverride(Decimal("0.15"), Decimal("0.60"))
-"""What the simulator pretends to charge, so that costs and budgets can be tried: a small model's list price."""
+_SIM_PRICE = PriceOverride(Decimal("0.15"), Decimal("0.60"), cached_input=Decimal("0.015"))
+"""What the simulator pretends to charge, so that costs and budgets can be tried: a small model's list price, and a
+tenth of it for what its cache serves, as is usual."""
 
 _LONGEST_KEY = 64 * 1024
 """Characters; a key file that is something else must not fill the memory."""

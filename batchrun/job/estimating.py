@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from decimal import Decimal
@@ -13,7 +14,7 @@ from batchrun.intake.jsonl import OversizedLine, read_lines
 from batchrun.intake.shapes import Shaper
 from batchrun.intake.tokens import Calibration, TokenCounter
 from batchrun.job.access import packings_for, preset_for, prices_for, shaper_for
-from batchrun.job.pinning import open_any
+from batchrun.job.pinning import grouped, may_group, open_any
 from batchrun.plan.schedule import Flow
 from batchrun.plan.simulate import ServerModel, Work, simulate
 from batchrun.providers.packing import Packing
@@ -22,6 +23,7 @@ from batchrun.records import BadRow, Batch, Call, Endpoint, Line, Opened, Row, U
 from batchrun.report.packed import Packed, packing_figures
 from batchrun.report.prices import PriceBook
 from batchrun.run.batching import UNLIMITED_OUTPUT_TOKENS, Packers
+from batchrun.run.prefixes import Prefixes
 from batchrun.run.progress import Console
 from batchrun.run.source import scan
 
@@ -29,6 +31,9 @@ __all__ = ["estimate"]
 
 _EXACT_ROWS = 5_000
 """So many rows are counted with the tokenizer; the rest by their size, corrected by what those showed."""
+
+_UNIT = 1_000
+"""Tokens that the saving of a cache is told by: a price of many at once would be that of a long prompt."""
 
 _ASSUMED_LATENCY_S = 3.0
 """A usual reply of a hosted model."""
@@ -50,7 +55,14 @@ def estimate(
     preset = preset_for(settings, environ, need_key=False)
     if simulated and input_path == "-":
         raise BatchrunError("--simulate reads the input twice", hint="give a file, not stdin")
-    sums = _Sums(settings, prices_for(preset, settings), packings_for(preset, settings))
+    with contextlib.closing(Prefixes()) as prefixes:
+        return _estimate(input_path, settings, preset, prefixes, console, simulated=simulated)
+
+
+def _estimate(
+    input_path: str, settings: Settings, preset: Preset, prefixes: Prefixes, console: Console, *, simulated: bool
+) -> dict[str, Any]:
+    sums = _Sums(settings, prices_for(preset, settings), packings_for(preset, settings), prefixes)
 
     def on_line(_: Line | OversizedLine, shaped: Row | BadRow | None) -> None:
         if isinstance(shaped, Row) and (settings.limit is None or sums.rows < settings.limit):
@@ -133,9 +145,14 @@ def _simulated(settings: Settings, preset: Preset, sums: _Sums, rows: Iterator[R
 class _Sums:
     """What the rows add up to, in memory that does not grow with them."""
 
-    def __init__(self, settings: Settings, prices: PriceBook, packings: Mapping[Endpoint, Packing]) -> None:
+    def __init__(
+        self, settings: Settings, prices: PriceBook, packings: Mapping[Endpoint, Packing], prefixes: Prefixes
+    ) -> None:
         self.settings = settings
         self.prices = prices
+        self.prefixes = prefixes
+        self.sizes: dict[str, tuple[int, int]] = {}
+        """Model → tokens and bytes of its rows."""
         self.counter = TokenCounter()
         self.calibration = Calibration()
         self.packings = packings
@@ -159,6 +176,10 @@ class _Sums:
             self.calibration.observe(row.model, guess, row.tokens)
         self.rows += 1
         self.input_tokens += row.tokens
+        tokens, size = self.sizes.get(row.model, (0, 0))
+        self.sizes[row.model] = tokens + row.tokens, size + len(row.body)
+        if may_group(self.settings):
+            self.prefixes.add(row)
         self.unlimited += row.max_output is None
         self.most_output += _most_output(row)
         prices = (
@@ -210,6 +231,8 @@ class _Sums:
         for _, opened in self.packers.flush():
             self._open(opened)
         seconds, binding = self._duration()
+        cached = self._cached()
+        saved_usd = cached["saved_usd"]
         return {
             "rows": self.rows,
             "calls": self.calls,
@@ -219,18 +242,36 @@ class _Sums:
                 rows=self.rows,
                 calls=self.calls,
                 repeated=0,
-                cost_usd=self.expected_usd,
+                cost_usd=self.expected_usd - saved_usd,
                 rpm=self.settings.rpm and self.settings.rpm * max(1, len(self.settings.base_urls)),
             ),
             "tokens": {"input": self.input_tokens, "output_max": self.most_output},
             "rows_counted_exactly": min(self.rows, _EXACT_ROWS),
             "rows_without_output_limit": self.unlimited,
-            "cost_usd": {"min": self.least_usd, "expected": self.expected_usd, "max": self.most_usd},
+            "cached": cached,
+            "cost_usd": {
+                "min": self.least_usd - saved_usd,
+                "expected": self.expected_usd - saved_usd,
+                "max": self.most_usd,
+            },
             "cost_unknown_rows": sum(self.unpriced.values()),
             "models_without_price": sorted(self.unpriced),
             "duration_s": seconds,
             "binding": binding,
         }
+
+    def _cached(self) -> dict[str, Any]:
+        """Returns what a provider's cache is expected to serve of the input, and what that saves."""
+        shared = self.prefixes.find()
+        tokens, saved_usd = 0, Decimal(0)
+        for model, size in shared.shared.items() if grouped(self.settings, shared) else ():
+            cached = size * self.sizes[model][0] // self.sizes[model][1]
+            tokens += cached
+            full, low = (self.prices.price(model, Usage(_UNIT, 0, part)) for part in (0, _UNIT))
+            if full is not None and low is not None:
+                saved_usd += (full - low) * cached / _UNIT
+        share = tokens / self.input_tokens if tokens else 0.0
+        return {"share": share, "tokens": tokens, "groups": shared.groups if tokens else 0, "saved_usd": saved_usd}
 
     def _duration(self) -> tuple[float, str]:
         """Returns the longest of what each limit alone would take, and that limit's name."""

@@ -15,18 +15,20 @@ from typing import Any, BinaryIO
 from batchrun.config import Settings
 from batchrun.errors import BatchrunError, Exit
 from batchrun.intake.jsonl import OversizedLine, is_plain, open_input, spool
+from batchrun.intake.prefixes import Shared
 from batchrun.intake.shapes import Shaper
 from batchrun.job.settings import to_json
 from batchrun.records import BadRow, Line, Operation, Row
 from batchrun.run import settle
 from batchrun.run.failpoint import reached
 from batchrun.run.files import private_file, rename
+from batchrun.run.prefixes import Prefixes
 from batchrun.run.progress import Console
 from batchrun.run.source import Indexer, input_as_json, scan
 from batchrun.run.store import Store
 from batchrun.run.view import View
 
-__all__ = ["SPOOL", "input_of", "open_any", "pin", "readable"]
+__all__ = ["SPOOL", "grouped", "input_of", "may_group", "open_any", "pin", "readable"]
 
 SPOOL = "input.jsonl"
 """The copy, in the job directory, of an input that cannot be read twice by offset."""
@@ -129,7 +131,7 @@ class _Index:
         """Scans a stream and keeps its index. Raises: BatchrunError(65) if it is invalid or not what it was."""
         store, settings = self._store, self._settings
         known = store if store.get("source") is not None and store.get("runs") else None
-        with store.transaction() as db:
+        with store.transaction() as db, contextlib.closing(Prefixes()) as prefixes:
             if known is None:  # nothing was ever sent: what an earlier start left may have been made otherwise
                 store.clear(db)
             indexer = Indexer(known, lambda chunk: store.add_chunk(db, chunk))
@@ -139,8 +141,7 @@ class _Index:
                 if not indexer.take(line, shaped):
                     return
                 if isinstance(shaped, Row):
-                    if shaped.priority:
-                        db.execute("INSERT INTO priority VALUES (?,?)", (shaped.line, shaped.priority))
+                    self._place(db, shaped, prefixes)
                 elif shaped is not None and settings.skip_invalid:
                     refused.add(shaped, input_as_json(line) if isinstance(line, Line) else b"null")
 
@@ -159,6 +160,7 @@ class _Index:
                     exit_code=Exit.INPUT,
                 )
             refused.flush()
+            self._group(db, prefixes)
             reached("ingest")
             store.keep(db, source=source, models=dict(found.models), settings=to_json(settings))
             before_commit()
@@ -166,6 +168,34 @@ class _Index:
             self._console.notice(f"{indexer.added:,} new rows at the end of the input")
         if found.bad_count:
             self._console.bad_lines(found.bad, found.bad_count)
+
+    def _place(self, db: sqlite3.Connection, row: Row, prefixes: Prefixes) -> None:
+        """Notes what gives a new row another place than its line's."""
+        if row.priority:
+            db.execute("INSERT INTO priority VALUES (?,?)", (row.line, row.priority))
+        elif may_group(self._settings):
+            prefixes.add(row)
+
+    def _group(self, db: sqlite3.Connection, prefixes: Prefixes) -> None:
+        """Keeps the groups of new rows whose prompts begin alike, where that was asked for or pays."""
+        shared = prefixes.find()
+        if not grouped(self._settings, shared):
+            return
+        self._store.add_prefixes(db, prefixes.members())
+        self._console.notice(
+            f"{shared.rows:,} rows in {shared.groups:,} groups begin alike: sent group by group, so that the"
+            f" provider's cache may serve {shared.share:.0%} of the input (--group-by none to leave them in order)"
+        )
+
+
+def may_group(settings: Settings) -> bool:
+    """Whether rows may be sent by how their prompts begin: each in a call of its own, unless that is not wanted."""
+    return settings.group_by != "none" and settings.mode != "packed"
+
+
+def grouped(settings: Settings, shared: Shared) -> bool:
+    """Whether rows that share so much are sent together."""
+    return shared.rows > 0 and (shared.pays or settings.group_by == "prefix")
 
 
 def _copy(stream: BinaryIO, path: Path) -> None:

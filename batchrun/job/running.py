@@ -78,7 +78,8 @@ class Run:
         self.total = store.rows(self.last_line)
         self.left_at_once = False
         self.told_rpm: int | None = None
-        self.reader = RowReader(input_of(job, store), store, shaper, self.last_line)
+        by_prefix = settings.group_by != "none"
+        self.reader = RowReader(input_of(job, store), store, shaper, self.last_line, by_prefix=by_prefix)
 
     def outcome(self) -> Outcome:
         """Runs what is pending and leaves results, errors and report behind."""
@@ -91,6 +92,8 @@ class Run:
         if not self.total:
             self.console.notice("the input has no rows: nothing to do")
         self._check_prices()
+        if self.settings.group_by == "prefix" and not self.store.has_prefixes():
+            self.console.notice("no rows are known to begin alike; that is looked for when an input is read first")
         self.store.put(settings=to_json(self.settings), last_line=self.last_line)
         if self.settings.retry_failed:
             self._reopen_failed()

@@ -16,6 +16,7 @@ from typing import Literal
 from batchrun.errors import Exit
 from batchrun.plan.budget import Budget
 from batchrun.plan.limit import START
+from batchrun.plan.prefix import Entry
 from batchrun.plan.retry import back_off, judge
 from batchrun.plan.scope import Flight, Lane, Origin, Scope
 from batchrun.plan.steps import Done, Flow, Idle, Note, Send, Settlement, Sleep, Step, Stop
@@ -78,6 +79,8 @@ class Schedule:
         self._flights: dict[Call, Flight] = {}
         self._trouble: dict[Call, _Trouble] = {}
         self._ready = 0
+        self._grouped = False
+        """Whether any call's prompt begins like another's."""
         self._order = 0
         self._closed = False
         self._failed = flow.failed
@@ -99,16 +102,18 @@ class Schedule:
         if not self._lanes:
             return 2 * min(START, self._ceiling) + AHEAD
         short = max(2 * min(lane.room, self._ceiling) + AHEAD - len(lane.ready) for lane in self._lanes.values())
-        return max(0, min(short, HELD_AT_MOST - self._ready - len(self._waiting)))
+        held = self._ready + len(self._waiting) + sum(lane.prefixes.held for lane in self._lanes.values())
+        return max(0, min(short, HELD_AT_MOST - held))
 
     def offer(self, now: float, calls: Iterable[Call]) -> None:
         """Takes calls to be made. Each of their rows will be in exactly one settlement."""
         for call in calls:
             call.ready_at = now
+            self._grouped = self._grouped or bool(call.prefix)
             model = call.rows[0].model
             if model not in self._lanes:
                 self._lanes[model] = Lane(self._flow, self._rng, now, self._origins)
-            self._make_ready(call, fresh=True)
+            self._make_ready(now, call, fresh=True)
 
     def close(self) -> None:
         """No more calls will be offered."""
@@ -120,6 +125,8 @@ class Schedule:
         """Says what to do now. With ``Send``, the slot, the rate and the reservation are taken."""
         if self._waiting and self._waiting[0][0] <= now:
             self._return_waiting(now)
+        if self._grouped:
+            self._hold_followers(now)
         self._check_stops(now)
         if self.stop is not None:
             return IDLE if self._flights else Done(self.stop)
@@ -139,7 +146,7 @@ class Schedule:
 
     def _check_stops(self, now: float) -> None:
         """Stops at the deadline, and where too many rows have failed; not when nothing is left to send."""
-        if self.stop is not None or not (self._ready or self._waiting or not self._closed):
+        if self.stop is not None or not (self._ready or self._waiting or not self._closed or self._led):
             return
         if self._flow.deadline_at is not None and now >= self._flow.deadline_at:
             self.drain(now, Stop("deadline", Exit.STOPPED, "the deadline has passed"))
@@ -147,6 +154,9 @@ class Schedule:
             self.drain(now, Stop("max-failures", Exit.STOPPED, f"{self._failed} rows have failed"))
 
     def _nothing_ready(self, now: float) -> Step:
+        if self._led:
+            self._binding = "prompt cache"
+            return self._sleep(inf)
         self._binding = "input"
         if self._waiting:
             if self._unreachable_since is None or self._flights:
@@ -166,6 +176,8 @@ class Schedule:
             until = min(until, self._waiting[0][0])
         if self._flow.deadline_at is not None:
             until = min(until, self._flow.deadline_at)
+        if self._grouped:
+            until = min(until, *(lane.prefixes.due_at for lane in self._lanes.values()))
         return Sleep(until) if until < inf else IDLE
 
     def _choose(self, now: float) -> tuple[Lane | None, Scope | None, float]:
@@ -183,6 +195,7 @@ class Schedule:
             if best_key is not None and key >= best_key:
                 continue
             expected, most = lane.charge(lane.ready[0][3])
+            home = lane.prefixes.home(now, lane.ready[0][3]) if len(lane.scopes) > 1 else None
             room = -inf
             for scope in lane.scopes:
                 opens_at = scope.opens_at(now, expected, most)
@@ -190,7 +203,7 @@ class Schedule:
                     if opens_at <= soonest:
                         soonest, self._binding = opens_at, scope
                     continue
-                share = 1.0 - scope.limit.in_flight / scope.limit.window
+                share = inf if scope is home else 1.0 - scope.limit.in_flight / scope.limit.window
                 if share > room:
                     room, best, best_key = share, (lane, scope), key
         return *best, soonest
@@ -201,6 +214,7 @@ class Schedule:
         self._budget.reserve(call.reserved_usd)
         flight = self._flights[call] = lane.flight(scope, call)
         scope.send(now, flight)
+        lane.prefixes.sent(now, call, scope.limit.rtt_s)
         call.sends += 1
         call.sent_at = now
         return Send(call, scope.origin)
@@ -230,6 +244,7 @@ class Schedule:
         may have been processed. ``adapted``: the codec has learned from this fault; ask again at once, as no attempt.
         """
         flight = self._flights.pop(call)
+        self._release_followers(now, call, flight, processed=isinstance(result, Reply) or result.usage is not None)
         if result.quotas is not None:
             flight.scope.learn(now, result.quotas, call.sent_at, flight)
         if isinstance(result, Reply):
@@ -267,7 +282,7 @@ class Schedule:
             return Settlement(answered, held=missing, lost_usd=lost_usd, fault=fault)
         alone = tuple(_part(call, (row,)) for row in missing)
         for part in alone:  # at once: the server works, and this is no retry of what it did not answer for them
-            self._make_ready(part, fresh=False)
+            self._make_ready(now, part, fresh=False)
         return Settlement(answered, again=alone, lost_usd=lost_usd, fault=fault)
 
     def _faulted(
@@ -281,7 +296,7 @@ class Schedule:
         in_outage = flight.scope.breaker.opened_at is not None
         self._feel(now, call, flight, fault, adapted=adapted)
         if adapted:
-            self._make_ready(call, fresh=False)
+            self._make_ready(now, call, fresh=False)
             return Settlement(again=(call,), lost_usd=lost_usd, fault=fault)
         if fault.maybe_processed and not in_outage:
             call.attempts += 1  # an outage never fails a row, so what fails while one is known is not counted
@@ -338,7 +353,7 @@ class Schedule:
             half = (len(call.rows) + 1) // 2
             parts = (_part(call, call.rows[:half]), _part(call, call.rows[half:]))
             for part in parts:
-                self._make_ready(part, fresh=False)
+                self._make_ready(now, part, fresh=False)
             return Settlement(again=parts)
         self._ask_again(now, call, fault)
         return Settlement(again=(call,))
@@ -356,10 +371,11 @@ class Schedule:
         """The call was not sent after all: slot, rate and money are given back, and it may go again."""
         flight = self._flights.pop(call)
         flight.scope.unsent(now, flight)
+        self._release_followers(now, call, flight, processed=False)
         self._lane(call).used(now, call, flight, None)
         self._budget.release(call.reserved_usd)
         call.sends -= 1
-        self._make_ready(call, fresh=False)
+        self._make_ready(now, call, fresh=False)
 
     def unpack(self, now: float, call: Call) -> None:
         """The call was not sent: its rows are asked one by one instead, since the server answers only the first."""
@@ -369,7 +385,7 @@ class Schedule:
         heapq.heapify(lane.ready)
         self._ready -= 1
         for row in call.rows:
-            self._make_ready(_part(call, (row,)), fresh=False)
+            self._make_ready(now, _part(call, (row,)), fresh=False)
 
     def drain(self, now: float, stop: Stop) -> None:
         """Sends nothing more; ``Done`` follows once nothing is in flight. The first reason to stop is kept."""
@@ -425,12 +441,37 @@ class Schedule:
     def _lane(self, call: Call) -> Lane:
         return self._lanes[call.rows[0].model]
 
-    def _make_ready(self, call: Call, *, fresh: bool) -> None:
+    def _make_ready(self, now: float, call: Call, *, fresh: bool) -> None:
         """Queues by urgency: a level of priority is worth minutes of waiting, being a retry half a level."""
         urgency = call.ready_at - LEVEL_S * (call.priority if fresh else call.priority + 0.5)
         self._order += 1
-        self._ready += 1
-        heapq.heappush(self._lane(call).ready, (urgency, int(fresh), self._order, call))
+        self._admit(now, self._lane(call), [(urgency, int(fresh), self._order, call)])
+
+    @property
+    def _led(self) -> bool:
+        """Whether calls are held for the sake of the prompt cache: then somebody before each is out, or may go."""
+        return self._grouped and any(lane.prefixes.held for lane in self._lanes.values())
+
+    def _hold_followers(self, now: float) -> None:
+        """Takes what would come too early for the prompt cache, since that was let go, from the head of each lane."""
+        for lane in self._lanes.values():
+            self._admit(now, lane, lane.prefixes.overdue(now))
+            while lane.ready and not lane.prefixes.admit(now, lane.ready[0]):
+                heapq.heappop(lane.ready)
+                self._ready -= 1
+
+    def _release_followers(self, now: float, call: Call, flight: Flight, *, processed: bool) -> None:
+        """Makes ready what had to wait for this call, as urgent as before: ahead of what was offered later."""
+        if call.prefix:
+            lane = self._lane(call)
+            self._admit(now, lane, lane.prefixes.ended(now, call, flight.scope, processed=processed))
+
+    def _admit(self, now: float, lane: Lane, entries: Iterable[Entry]) -> None:
+        """Makes calls ready, but for those that are held for the sake of the prompt cache."""
+        for entry in entries:
+            if lane.prefixes.admit(now, entry):
+                self._ready += 1
+                heapq.heappush(lane.ready, entry)
 
     def _wait(self, until: float, call: Call) -> None:
         self._order += 1
@@ -444,7 +485,7 @@ class Schedule:
             if wait_s > 0.0:
                 self._wait(now + wait_s, call)
             else:
-                self._make_ready(call, fresh=False)
+                self._make_ready(now, call, fresh=False)
 
     def _out_of_patience(self, now: float) -> bool:
         """Stops the run where all that could be sent has been unreachable for longer than the patience."""

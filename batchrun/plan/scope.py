@@ -8,6 +8,7 @@ from math import inf
 
 from batchrun.plan.limit import Limit
 from batchrun.plan.pace import Expectation, KnownQuota, Mark, Sample, even_pace
+from batchrun.plan.prefix import Entry, Prefixes
 from batchrun.plan.retry import Breaker, RetryBudget
 from batchrun.plan.steps import Flow
 from batchrun.records import Call, Quotas
@@ -200,11 +201,12 @@ class Scope:
 class Lane:
     """The calls of one model that may go out now, and its scopes: one per endpoint."""
 
-    __slots__ = ("_counts_max", "_measured", "expectation", "ready", "retries", "scopes")
+    __slots__ = ("_counts_max", "_measured", "expectation", "prefixes", "ready", "retries", "scopes")
 
     def __init__(self, flow: Flow, rng: random.Random, now: float, origins: Iterable[Origin]) -> None:
-        self.ready: list[tuple[float, int, int, Call]] = []
+        self.ready: list[Entry] = []
         """A heap: the most urgent first, then in order."""
+        self.prefixes: Prefixes[Scope] = Prefixes()
         self.scopes = [Scope(flow, rng, now, origin) for origin in origins]
         self.retries = RetryBudget(now)
         self.expectation = Expectation()

@@ -108,6 +108,7 @@ def report(tally: Tally, standing: JobStanding) -> dict[str, Any]:
         "rows_unsent": tally.failed_unsent,
         "rows_reopened": tally.reopened,
         "models": [_model(name, tally.models[name]) for name in sorted(tally.models)],
+        "cache": {"share": _ratio(tokens["cached"], tokens["input"]), "saved_usd": tally.saved_usd},
         "wasted": {
             "cost_usd": tally.wasted_usd,
             "sends": tally.wasted_sends,

@@ -141,7 +141,17 @@ def _tokens(report: Mapping[str, Any]) -> Section:
     if len(rows) > 1:
         sums = (sum(model["tokens"][name] for model in report["models"]) for name in names)
         rows.append(("total", *map(_count, sums)))
-    return Section("Tokens", table=Table(("model", "input", "cached", "cache write", "output", "reasoning"), rows))
+    table = Table(("model", "input", "cached", "cache write", "output", "reasoning"), rows)
+    return Section("Tokens", _cached(report["cache"]), table)
+
+
+def _cached(cache: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Returns what share of the input the provider's cache served, and what that was worth."""
+    saved = cache["saved_usd"]
+    if not cache["share"] and not saved:
+        return []
+    against = f"{money(abs(saved))} {'less' if saved >= 0 else 'more'} than at full price"
+    return [("cached", f"{cache['share'] or 0:.1%} of the input: {against}")]
 
 
 def _wasted(report: Mapping[str, Any]) -> Section:

@@ -135,6 +135,8 @@ class Tally:
         """Known cost of sends that gave no answer."""
         self.wasted_sends = 0
         self.wasted_tokens = 0
+        self.saved_usd = _NOTHING
+        """What providers' caches took off the price of answers."""
         # doubts
         self.doubted = 0
         self.doubts_resent = 0
@@ -217,6 +219,8 @@ class Tally:
             model.cost_usd = _MONEY.add(model.cost_usd, settled.cost_usd)
         if settled.lost_usd:
             self._lose(settled.lost_usd)
+        if settled.saved_usd:
+            self.saved_usd = _MONEY.add(self.saved_usd, settled.saved_usd)
         if settled.empty:
             self.empty += 1
         _count(self.finish_reasons, settled.finish_reason or "(none)")
@@ -438,7 +442,7 @@ _PLAIN = (
     "run_at",
     "last_at",
 )
-_MONIES = ("lost_usd", "wasted_usd", "doubted_usd")
+_MONIES = ("lost_usd", "wasted_usd", "doubted_usd", "saved_usd")
 _FLAT = ("finish_reasons", "note_counts", "doubted_ids")
 _MODEL_COUNTS = tuple(name for name in ModelTally.__slots__ if name != "cost_usd")
 

@@ -30,6 +30,7 @@ from batchrun.records import (
     HttpResponse,
     Noted,
     Operation,
+    Output,
     Prices,
     Reply,
     Returned,
@@ -401,7 +402,9 @@ class Engine:
         if isinstance(result, Reply):
             for row in settlement.succeeded:
                 output = result.outputs[row.custom_id]
-                operations.append(settle.succeeded(row, call, result, output, costs[row.line], lost, timing))
+                cost = costs[row.line]
+                saved = self._saved(row, result, output, cost)
+                operations.append(settle.succeeded(row, call, result, output, cost, lost, timing, saved))
                 lost = _ZERO
         fault = settlement.fault
         if fault is None:
@@ -416,6 +419,15 @@ class Engine:
             operations.append(settle.returned(row, counted, fault, cost, lost, timing, counts=counts, split=split))
             lost, cost, counts = _ZERO, None, False
         return operations
+
+    def _saved(self, row: Row, reply: Reply, output: Output, cost: Decimal | None) -> Decimal:
+        """Returns what the provider's cache took off the price of an answer; 0 where that is unknown."""
+        usage = output.usage
+        if cost is None or usage is None or not (usage.cached_tokens or usage.cache_write_tokens):
+            return _ZERO
+        uncached = replace(usage, cached_tokens=0, cache_write_tokens=0)
+        full = self._prices.price(row.model, uncached, service_tier=reply.service_tier)
+        return _ZERO if full is None else full - cost
 
     def _input(self, row: Row) -> bytes:
         """Returns a row's input line as JSON; null, and the run stops, where the input is no longer what it was."""

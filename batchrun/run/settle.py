@@ -10,6 +10,7 @@ from batchrun.records import Call, Fault, Output, Reply, Returned, Row, Settled,
 
 __all__ = ["failed", "money", "returned", "succeeded", "unsent"]
 
+_NOTHING = Decimal(0)
 _EMPTY_VALUES = (b'""', b"null", b"[]")
 
 _DETAIL = 2_000
@@ -53,9 +54,19 @@ class Timing:
 
 
 def succeeded(
-    row: Row, call: Call, reply: Reply, output: Output, cost: Decimal | None, lost: Decimal, timing: Timing
+    row: Row,
+    call: Call,
+    reply: Reply,
+    output: Output,
+    cost: Decimal | None,
+    lost: Decimal,
+    timing: Timing,
+    saved: Decimal = _NOTHING,
 ) -> Settled:
-    """Returns the operation that settles an answered row. ``lost``: what stays spent where its cost is unknown."""
+    """Returns the operation that settles an answered row. ``lost``: what stays spent where its cost is unknown.
+
+    ``saved``: what the provider's cache took off the price.
+    """
     record = b"".join(
         (
             b'{"custom_id":',
@@ -98,6 +109,7 @@ def succeeded(
         service_s=timing.service_s,
         total_s=timing.total_s,
         at=timing.at,
+        saved_usd=saved,
     )
 
 

@@ -17,6 +17,7 @@ import httpx
 import orjson
 
 from batchrun.config import SimSettings
+from batchrun.run.simcache import PromptCache
 
 __all__ = ["SimTransport"]
 
@@ -38,6 +39,7 @@ class SimTransport(httpx.AsyncBaseTransport):
 
     Quotas are token buckets that start full, charge prompt + max_tokens at admission, and tell their state in headers,
     as providers do. ``error_rate`` of the sends fail: a third each with 500, with 503 and by a lost connection.
+    Calls of one row have a prompt cache, whose reads their usage tells as each endpoint does.
     """
 
     def __init__(self, settings: SimSettings, clock: Callable[[], float] = time.monotonic) -> None:
@@ -45,6 +47,7 @@ class SimTransport(httpx.AsyncBaseTransport):
         self._clock = clock
         self._requests = _Bucket(settings.rpm, clock())
         self._tokens = _Bucket(settings.tpm, clock())
+        self._cache = PromptCache(settings.cache_life_s)
         self._seen: dict[bytes, int] = {}
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
@@ -62,6 +65,8 @@ class SimTransport(httpx.AsyncBaseTransport):
         self._requests.take(1)
         self._tokens.take(most_tokens)
         headers = self._quota_headers(now)
+        beginnings = self._cache.beginnings(request.url.path, body.get("model"), content) if rows is None else []
+        cached = self._cache.read(now, beginnings)
         latency_s = self._settings.latency_s * max(rng.lognormvariate(0.0, _SPREAD) for _ in rows or [None])
         deadline_s = request.extensions.get("timeout", {}).get("read") or 600.0
         await asyncio.sleep(min(latency_s, deadline_s))
@@ -73,7 +78,8 @@ class SimTransport(httpx.AsyncBaseTransport):
                 raise httpx.ReadError("the simulated provider dropped the connection", request=request)
             return _json(status, _error("server_error", f"simulated error {status}"), headers)
         if rows is None:
-            answer = _answer(request.url.path, body, prompt_tokens, limit, rng)
+            written = self._cache.write(self._clock(), beginnings) - cached
+            answer = _answer(request.url.path, body, (prompt_tokens, cached, written), limit, rng)
         else:
             asked = [(row, self._random(orjson.dumps(row), sent=0)) for row in rows]
             answer = _packed_answer(request.url.path, body, asked, prompt_tokens, limit)
@@ -145,13 +151,19 @@ def _size(content: bytes, body: dict[str, Any]) -> tuple[int, int]:
 
 
 def _answer(
-    path: str, body: dict[str, Any], prompt_tokens: int, limit: int, rng: random.Random
+    path: str, body: dict[str, Any], prompt: tuple[int, int, int], limit: int, rng: random.Random
 ) -> dict[str, Any] | None:
-    """Returns the reply's body in the shape of the endpoint, or None for an unknown path."""
+    """Returns the reply's body in the shape of the endpoint, or None for an unknown path.
+
+    ``prompt`` are its tokens: all, those read from the cache, and those newly written to it.
+    """
+    prompt_tokens, cached, written = prompt
     model = body.get("model")
     identity = f"{rng.getrandbits(64):016x}"
     text, count, finish = _text(rng, limit)
     usage = _usage(prompt_tokens, count)
+    if cached:
+        usage["prompt_tokens_details"] = {"cached_tokens": cached}
     if path.endswith("/chat/completions"):
         choice = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": finish}
         return {
@@ -172,7 +184,6 @@ def _answer(
     if path.endswith("/embeddings"):
         usage = {"prompt_tokens": prompt_tokens, "total_tokens": prompt_tokens}
         return {"object": "list", "data": [_vector(0, rng)], "model": model, "usage": usage}
-    counted = {"input_tokens": prompt_tokens, "output_tokens": count}
     if path.endswith("/responses"):
         content = [{"type": "output_text", "text": text, "annotations": []}]
         message = {
@@ -189,7 +200,12 @@ def _answer(
             "incomplete_details": None if finish == "stop" else {"reason": "max_output_tokens"},
             "model": model,
             "output": [message],
-            "usage": counted | {"total_tokens": prompt_tokens + count},
+            "usage": {
+                "input_tokens": prompt_tokens,
+                "input_tokens_details": {"cached_tokens": cached},
+                "output_tokens": count,
+                "total_tokens": prompt_tokens + count,
+            },
         }
     if path.endswith("/messages"):
         return {
@@ -199,7 +215,12 @@ def _answer(
             "model": model,
             "content": [{"type": "text", "text": text}],
             "stop_reason": "max_tokens" if finish == "length" else "end_turn",
-            "usage": counted,
+            "usage": {
+                "input_tokens": prompt_tokens - cached - written,
+                "cache_read_input_tokens": cached,
+                "cache_creation_input_tokens": written,
+                "output_tokens": count,
+            },
         }
     return None
 
@@ -218,7 +239,7 @@ def _vector(index: int, rng: random.Random) -> dict[str, Any]:
     return {"object": "embedding", "index": index, "embedding": vector}
 
 
-def _usage(given: int, said: int) -> dict[str, int]:
+def _usage(given: int, said: int) -> dict[str, Any]:
     return {"prompt_tokens": given, "completion_tokens": said, "total_tokens": given + said}
 
 

@@ -23,6 +23,7 @@ from batchrun.run.view import Chunk, View
 __all__ = ["Indexer", "RowReader", "Scan", "scan"]
 
 _ENTRY = struct.Struct("<IB8s")
+_LENGTHS = struct.Struct("<I9x")
 _BLANK, _ROW = 0, 1
 
 _CHUNK_LINES = 1024
@@ -231,7 +232,7 @@ class RowReader:
     Raises: BatchrunError(65) naming the line that is not what it was.
     """
 
-    def __init__(self, path: Path, view: View, shaper: Shaper, up_to_line: int) -> None:
+    def __init__(self, path: Path, view: View, shaper: Shaper, up_to_line: int, *, by_prefix: bool = True) -> None:
         try:
             self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
@@ -243,15 +244,26 @@ class RowReader:
         self._view = view
         self._shaper = shaper
         self._up_to = up_to_line
+        self._by_prefix = by_prefix and view.has_prefixes()
+        self._chunk: Chunk | None = None
+        """The one that a line was looked up in last."""
 
     def close(self) -> None:
         """Closes the input."""
         os.close(self._fd)
 
     def pending(self) -> Iterator[list[Row]]:
-        """Yields the rows without an outcome, a piece at a time: larger priority first, then input order."""
+        """Yields the rows without an outcome, a piece at a time: larger priority first, then input order.
+
+        Within priority 0 those come first whose prompts begin alike, group by group.
+        """
         prioritised = self._view.has_priorities()
         yield from self._of_priority(1)
+        if self._by_prefix:
+            for number, path in self._view.pending_of_prefixes(self._up_to):
+                row = self.row(number)
+                row.prefix = path
+                yield [row]  # they are long: a page of them would be megabytes
         for chunk in self._view.chunks():
             if chunk.first_line > self._up_to:
                 break
@@ -261,6 +273,10 @@ class RowReader:
                 continue
             if prioritised:
                 skip |= self._view.prioritised_in(chunk.first_line, last)
+            if self._by_prefix:
+                skip |= self._view.prefixed_in(chunk.first_line, last)
+                if len(skip) >= chunk.rows:
+                    continue
             yield [self._shape(line) for line in self._lines(chunk, last, skip)]
         yield from self._of_priority(-1)
 
@@ -274,12 +290,13 @@ class RowReader:
 
     def line(self, number: int) -> Line:
         """Returns a line as it is in the input."""
-        chunk = self._view.chunk_of(number)
-        offset = chunk.offset
-        at = 0
-        for _ in range(number - chunk.first_line):
-            offset += _ENTRY.unpack_from(chunk.entries, at)[0] + 1
-            at += 13
+        chunk = self._chunk
+        if chunk is None or not chunk.first_line <= number < chunk.first_line + chunk.lines:
+            chunk = self._chunk = self._view.chunk_of(number)
+        before = number - chunk.first_line
+        at = before * _ENTRY.size
+        lengths = _LENGTHS.iter_unpack(memoryview(chunk.entries)[:at])
+        offset = chunk.offset + sum(length for (length,) in lengths) + before
         length, _, digest = _ENTRY.unpack_from(chunk.entries, at)
         if length > MAX_LINE_BYTES:  # its digest is that of no bytes: nobody will read it
             return Line(number, offset, os.pread(self._fd, 1024, offset))

@@ -11,8 +11,9 @@ What must hold, whatever happens to the process or the machine:
 - After a failed commit nothing more is accepted: every later ``commit`` fails with the same error.
 
 Tables: ``job`` (settings, source, fold), ``chunk`` (where the input's lines are, and their digests), ``priority``
-(rows whose priority is not 0), ``send`` (rows sent and not settled), ``outcome`` and ``record`` (settled rows; apart,
-so that walking the outcomes of a million rows does not read their replies).
+(rows whose priority is not 0), ``prefix`` (rows whose prompts begin alike: their groups and their place in the order of
+sending), ``send`` (rows sent and not settled), ``outcome`` and ``record`` (settled rows; apart, so that walking the
+outcomes of a million rows does not read their replies).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import contextlib
 import queue
 import sqlite3
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,8 @@ CREATE TABLE chunk (
 );
 CREATE TABLE priority (line INTEGER PRIMARY KEY, priority INTEGER);
 CREATE INDEX by_priority ON priority (priority DESC, line);
+CREATE TABLE prefix (place INTEGER PRIMARY KEY, line INTEGER, path TEXT);
+CREATE UNIQUE INDEX prefix_of ON prefix (line);
 CREATE TABLE send (
     line INTEGER PRIMARY KEY, custom_id TEXT, sends INTEGER, attempts INTEGER, open INTEGER, reserved TEXT
 );
@@ -132,9 +135,19 @@ class Store(View):
         values = (chunk.first_line, chunk.offset, chunk.size, chunk.lines, chunk.rows, chunk.entries)
         db.execute("INSERT INTO chunk VALUES (?,?,?,?,?,?)", values)
 
+    def add_prefixes(self, db: sqlite3.Connection, members: Iterable[tuple[int, tuple[int, ...]]]) -> None:
+        """Adds (line, path of groups) of rows whose prompts begin alike, in order of sending, within a transaction.
+
+        Rows that came later have groups of their own: there are never more groups than places, so that numbers from
+        there on are new.
+        """
+        known = db.execute("SELECT coalesce(max(place),0) FROM prefix").fetchone()[0]
+        values = ((line, " ".join(str(known + number) for number in path)) for line, path in members)
+        db.executemany("INSERT INTO prefix (line,path) VALUES (?,?)", values)
+
     def clear(self, db: sqlite3.Connection) -> None:
         """Forgets all rows, as part of a transaction: for a job of which nothing was ever sent."""
-        for table in ("chunk", "priority", "send", "outcome", "record"):
+        for table in ("chunk", "priority", "prefix", "send", "outcome", "record"):
             db.execute(f"DELETE FROM {table}")  # noqa: S608 - constants
         self.fold.load(self._empty)
 

@@ -18,7 +18,7 @@ __all__ = ["DATABASE", "FORMAT", "Chunk", "Intent", "View", "is_job", "storage_e
 
 DATABASE = "state.db"
 
-FORMAT = 1
+FORMAT = 2
 """Version of the tables; a job of another version is refused, never guessed at."""
 
 _CHUNK = "first_line,offset,size,lines,rows,entries"
@@ -155,6 +155,27 @@ class View:
         return {
             line for (line,) in self._db.execute("SELECT line FROM priority WHERE line BETWEEN ? AND ?", (first, last))
         }
+
+    def has_prefixes(self) -> bool:
+        """Whether any rows are in a group whose prompts begin alike."""
+        return self._db.execute("SELECT 1 FROM prefix LIMIT 1").fetchone() is not None
+
+    def pending_of_prefixes(self, up_to_line: int) -> Iterator[tuple[int, tuple[int, ...]]]:
+        """Yields (line, path) of the rows in groups that have no outcome, in the order in which to send them."""
+        query = (
+            "SELECT place, line, path FROM prefix WHERE place>? AND line<=?"
+            " AND NOT EXISTS (SELECT 1 FROM outcome WHERE outcome.line=prefix.line) ORDER BY place LIMIT 256"
+        )
+        place = 0
+        while found := self._db.execute(query, (place, up_to_line)).fetchall():
+            place = found[-1][0]
+            for _, line, path in found:
+                yield line, tuple(map(int, path.split()))
+
+    def prefixed_in(self, first: int, last: int) -> set[int]:
+        """Returns the lines from ``first`` to ``last`` that are in a group."""
+        query = "SELECT line FROM prefix WHERE line BETWEEN ? AND ?"
+        return {line for (line,) in self._db.execute(query, (first, last))}
 
     def intents(self, *, open_only: bool = False) -> list[Intent]:
         """Returns the rows sent and not settled, in input order."""
