@@ -39,6 +39,7 @@ from batchrun.records import (
     Sent,
     Settled,
     Standing,
+    Usage,
 )
 from batchrun.run import settle
 from batchrun.run.batching import Prepared
@@ -425,7 +426,7 @@ class Engine:
         usage = output.usage
         if cost is None or usage is None or not (usage.cached_tokens or usage.cache_write_tokens):
             return _ZERO
-        uncached = replace(usage, cached_tokens=0, cache_write_tokens=0)
+        uncached = Usage(usage.input_tokens, usage.output_tokens, reasoning_tokens=usage.reasoning_tokens)
         full = self._prices.price(row.model, uncached, service_tier=reply.service_tier)
         return _ZERO if full is None else full - cost
 

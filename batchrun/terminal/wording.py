@@ -95,13 +95,16 @@ def listing(document: Mapping[str, Any]) -> str:
 
 
 def estimate_listing(document: Mapping[str, Any]) -> str:
-    """Returns an estimate as lines for people, with what packing would do in words; nothing of it where it is off."""
+    """Returns an estimate as lines for people, with what packing would do in words.
+
+    Nothing is said of packing and of the provider's cache where they do nothing.
+    """
     told: dict[str, Any] = {}
     for name, value in document.items():
-        if name != "packing":
+        if name == "packing":
+            told |= {f"packing: {fact}": words for fact, words in packing_facts(value)} if value is not None else {}
+        elif name != "cached" or value["tokens"]:
             told[name] = value
-        elif value is not None:
-            told |= {f"packing: {fact}": words for fact, words in packing_facts(value)}
     return listing(told)
 
 
