@@ -64,7 +64,9 @@ def _options(*groups: str, but: Iterable[str] = ()) -> list[Option]:
 
 _TO_SEND = ("where", "batches", "flow", "limits", "simulated provider")
 _FOR_SUBMIT = list(OPTIONS)
-_FOR_RESUME = [option for option in OPTIONS if option.field not in CONTENT and option.key != "job"]
+_FOR_RESUME = [
+    option for option in OPTIONS if option.field not in CONTENT and option.key != "job" and option.group != "streams"
+]
 _FOR_CHECK = [*_options("where", "what"), BY_KEY["limit"], *_options("output", but={"progress"})]
 _FOR_ESTIMATE = _options(*_TO_SEND, "what", "output", but={"progress"})
 _FOR_STATUS = _options("output", but={"progress"})

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from decimal import Decimal
+from math import inf
+from time import monotonic
 
 import orjson
 
@@ -18,6 +20,7 @@ from batchrun.plan.pack import PackBudget, Packer
 from batchrun.providers.packing import Packing
 from batchrun.records import Batch, Call, Endpoint, GroupKey, Prices, Row
 from batchrun.run.source import RowReader
+from batchrun.run.stream import Queue
 from batchrun.run.view import Intent
 
 __all__ = ["UNLIMITED_OUTPUT_TOKENS", "Batching", "Prepared", "budget_of", "worst_price"]
@@ -61,8 +64,13 @@ class Batching:
         calibration: Calibration,
         settings: Settings,
         packings: Mapping[Endpoint, Packing],
+        arriving: Queue | None = None,
     ) -> None:
+        """``arriving``: rows that come while the run is on, behind those of ``reader``."""
         self._reader = reader
+        self._arriving = arriving
+        self._interval_s = settings.flush_interval_s or 0.0
+        self._held = 0
         self._before = {intent.line: (intent.sends, intent.attempts) for intent in intents}
         self._count = count
         self._calibration = calibration
@@ -78,20 +86,44 @@ class Batching:
         """Yields the pending rows in batches, larger priority first."""
         for rows in self._reader.pending():
             for row in rows:
-                yield from self._add(row)
+                yield from self._add(row, 0.0)
+        if self._arriving is not None:
+            yield from self._as_they_arrive(self._arriving)
+        yield from self._flush(inf)
+
+    def _as_they_arrive(self, queue: Queue) -> Iterator[Prepared]:
+        """Yields batches for as long as rows come: full ones at once, others when their oldest row has waited so long.
+
+        All that waits is looked at before a batch goes out that is not full. A row that travels alone never waits.
+        """
+        while True:
+            oldest_at = min((packer.oldest_at for packer in self._packers.values()), default=inf)
+            count = queue.wait(oldest_at + self._interval_s, self._held)
+            if count is None:
+                return
+            for _ in range(count):
+                row, at = queue.pop()
+                yield from self._add(row, at)
+            # Where nothing came though it is not time yet, nothing can come.
+            due = monotonic() - self._interval_s
+            yield from self._flush(due if count or oldest_at <= due else inf)
+
+    def _flush(self, until: float) -> Iterator[Prepared]:
+        """Yields what rows are left of the groups whose oldest one arrived by then, and all that travel alone."""
         for packer in self._packers.values():
-            for batch in packer.flush():
+            for batch in packer.flush(until):
                 yield self._prepared(batch, packed=True)
         for batch in self._live.flush():
             yield self._prepared(batch, packed=False)
 
-    def _add(self, row: Row) -> Iterator[Prepared]:
+    def _add(self, row: Row, at: float) -> Iterator[Prepared]:
         row.tokens = self._count(row)
         packing = self._packings.get(row.endpoint)
         packed = packing is not None and packing.key(row) is not None
         packer = self._packers[row.endpoint] if packed else self._live
         tokens = self._calibration.correct(row.model, row.tokens) + (row.max_output or 0)
-        packer.add(row, tokens, packing.size(row) if packing is not None and packed else None)
+        self._held += 1
+        packer.add(row, tokens, packing.size(row) if packing is not None and packed else None, at)
         while (batch := packer.pack()) is not None:
             yield self._prepared(batch, packed=packed)
 
@@ -108,6 +140,7 @@ class Batching:
         self._number += 1
         batch = replace(batch, id=self._number)
         rows = batch.rows
+        self._held -= len(rows)
         return Prepared(batch, [self._call(rows)] if packed else [self._call((row,)) for row in rows])
 
     def _call(self, rows: tuple[Row, ...]) -> Call:

@@ -13,8 +13,9 @@ from typing import Any, Literal
 import orjson
 
 from batchrun.errors import BatchrunError, Exit
+from batchrun.records import Chunk
 
-__all__ = ["DATABASE", "FORMAT", "Chunk", "Intent", "View", "is_job", "storage_error"]
+__all__ = ["DATABASE", "FORMAT", "Intent", "View", "is_job", "storage_error"]
 
 DATABASE = "state.db"
 
@@ -22,21 +23,6 @@ FORMAT = 1
 """Version of the tables; a job of another version is refused, never guessed at."""
 
 _CHUNK = "first_line,offset,size,lines,rows,entries"
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """Consecutive lines of the input, ``size`` bytes.
-
-    ``entries`` holds 13 bytes a line: length (u32), class (u8; 0: blank, 1: a row), digest (8).
-    """
-
-    first_line: int
-    offset: int
-    size: int
-    lines: int
-    rows: int
-    entries: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +102,11 @@ class View:
     def last_line(self) -> int:
         """Returns the number of the last line known, 0 if there is none."""
         row = self._db.execute("SELECT first_line+lines-1 FROM chunk ORDER BY first_line DESC LIMIT 1").fetchone()
+        return 0 if row is None else int(row[0])
+
+    def end(self) -> int:
+        """Returns the byte of the input at which the first line not known begins, a newline behind the last known."""
+        row = self._db.execute("SELECT offset+size+1 FROM chunk ORDER BY first_line DESC LIMIT 1").fetchone()
         return 0 if row is None else int(row[0])
 
     def settled_in(self, first: int, last: int) -> set[int]:
