@@ -326,10 +326,20 @@ def test_a_bad_line_stops_the_stream_and_nothing_that_was_read_is_lost(shell: Sh
     assert ran.rows == {"total": 2, "succeeded": 2, "failed": 0, "pending": 0, "in_doubt": 0}
     assert "line 3" in shell.run("resume", JOB).told(65).err
     assert len(server.requests) == 2
+    assert spooled(shell)[2:6] == [b'{"id": "r3"}', *lines(prompts(6)[3:]).split(b"\n")[:-1]]
     ran = shell.run("resume", JOB, "--skip-invalid", "--json").told(1)
     assert ran.rows == {"total": 6, "succeeded": 5, "failed": 1, "pending": 0, "in_doubt": 0}
     assert [(row["line"], row["error"]["kind"]) for row in shell.errors()] == [(3, "invalid")]
     assert server.seen == {f"p{n}": 1 for n in (1, 2, 4, 5, 6)}
+
+
+def test_a_bad_line_may_be_mended_in_the_spool(shell: Shell, server: FaultServer) -> None:
+    whole(shell, server, [*prompts(2), b'{"id": "r3", "pronpt": "p3"}\n', *prompts(5)[3:]]).told(65)
+    spool = shell.root / JOB / "input.jsonl"
+    spool.write_bytes(spool.read_bytes().replace(b"pronpt", b"prompt"))
+    shell.run("resume", JOB).told(0)
+    check_whole(shell, 5)
+    assert len(server.requests) == 5
 
 
 def test_an_id_that_was_there_before_is_a_bad_line(shell: Shell, server: FaultServer) -> None:

@@ -168,7 +168,7 @@ def _opened(job: Path, tally: Tally) -> Iterator[Store]:
                 raise
     finally:
         if made:
-            for name in (DATABASE, f"{DATABASE}-wal", f"{DATABASE}-shm", SPOOL, "lock"):
+            for name in (*(f"{DATABASE}{of}" for of in ("", "-journal", "-wal", "-shm")), SPOOL, "lock"):
                 (job / name).unlink(missing_ok=True)
             with contextlib.suppress(OSError):  # somebody put something there
                 job.rmdir()

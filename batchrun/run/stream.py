@@ -183,7 +183,7 @@ class Stream:
         """
         self._keep = keep
         self._seen = Seen()
-        again = f"`{self._go_on}` goes on with what the job has; or start a new job with --job DIR"
+        again = f"go on with what the job has: {self._go_on}; or start a new job with --job DIR"
         self._indexer = Indexer(self._known, self._commit, again)
         try:
             with self._spool.open("r+b", buffering=1 << 20) as self._out:
@@ -210,7 +210,8 @@ class Stream:
         if self._bad is not None:
             raise BatchrunError(
                 f"line {self._bad.line} {self._bad.why}; nothing was read after it",
-                hint=f"`{self._go_on} --skip-invalid` makes it a failed row and goes on with what was read",
+                hint=f"mend it in {self._spool}, or go on with what was read, and it as a failed row: "
+                f"{self._go_on} --skip-invalid",
                 exit_code=Exit.INPUT,
             )
         self.ended = self._enough or not self._is_cut

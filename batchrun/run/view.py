@@ -72,14 +72,13 @@ class View:
         """Counts the rows of the input (blank lines are none), at most up to a line that ends a ``limit``."""
         if up_to_line is None:
             return int(self._db.execute("SELECT coalesce(sum(rows),0) FROM chunk").fetchone()[0])
-        total = 0
-        for chunk in self.chunks():
-            last = chunk.first_line + chunk.lines - 1
-            if last <= up_to_line:
-                total += chunk.rows
-                continue
-            part = chunk.entries[4 : (up_to_line - chunk.first_line + 1) * 13 : 13]
-            return total + len(part) - part.count(0)
+        whole = "SELECT coalesce(sum(rows),0) FROM chunk WHERE first_line+lines-1<=?"
+        part = f"SELECT {_CHUNK} FROM chunk WHERE first_line<=? AND first_line+lines-1>?"  # noqa: S608 - constants
+        total = int(self._db.execute(whole, (up_to_line,)).fetchone()[0])
+        for found in self._db.execute(part, (up_to_line, up_to_line)):
+            chunk = Chunk(*found)
+            kinds = chunk.entries[4 : (up_to_line - chunk.first_line + 1) * 13 : 13]
+            total += len(kinds) - kinds.count(0)
         return total
 
     def chunks(self) -> Iterator[Chunk]:
