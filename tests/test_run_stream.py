@@ -48,12 +48,11 @@ class Arrival:
             go_on="batchrun resume j",
         )
         self.kept: list[Operation] = []
-        self.spooled_before: list[int] = []
+        self.keep_as = self.keep
 
     def keep(self, operations: Sequence[Operation], rows: int) -> None:
         (indexed,) = (o for o in operations if isinstance(o, Indexed))
         assert indexed.chunk.rows == rows
-        self.spooled_before.append(self.spool.stat().st_size)
         self.store.apply(operations)
         self.kept += operations
 
@@ -71,7 +70,7 @@ class Arrival:
         producer = threading.Thread(target=write)
         producer.start()
         try:
-            self.stream.receive(self.keep)
+            self.stream.receive(self.keep_as)
         finally:
             os.close(self.reads)
             producer.join()
@@ -131,12 +130,23 @@ def test_however_the_bytes_arrive_spool_index_and_rows_are_those_of_the_whole(
     arrival.close()
 
 
-def test_lines_are_in_the_spool_before_they_are_in_the_index(tmp_path: Path) -> None:
+def test_lines_are_durable_in_the_spool_before_they_are_in_the_index(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     arrival = Arrival(tmp_path / "j")
-    data = b"".join(b'"prompt %d"\n' % n for n in range(5_000))
-    arrival.receive([data])
+    durable = [0]
+    monkeypatch.setattr("os.fsync", lambda fd: durable.append(os.fstat(fd).st_size))
+    ends: list[tuple[int, int]] = []
+
+    def keep(operations: Sequence[Operation], rows: int) -> None:
+        (indexed,) = (o for o in operations if isinstance(o, Indexed))
+        ends.append((indexed.chunk.offset + indexed.chunk.size, durable[-1]))
+        arrival.keep(operations, rows)
+
+    monkeypatch.setattr(arrival, "keep_as", keep)
+    arrival.receive([b"".join(b'"prompt %d"\n' % n for n in range(5_000))])
+    assert [end for end, synced in ends if end > synced] == []
     chunks = [o.chunk for o in arrival.kept if isinstance(o, Indexed)]
-    assert [size >= chunk.offset + chunk.size for size, chunk in zip(arrival.spooled_before, chunks, strict=True)]
     assert sum(chunk.rows for chunk in chunks) == 5_000
     assert max(chunk.lines for chunk in chunks) <= 1_024
     arrival.close()
@@ -148,7 +158,7 @@ def test_rows_that_cannot_be_kept_are_not_handed_on(tmp_path: Path) -> None:
     def refuse(operations: Sequence[Operation], rows: int) -> None:
         raise BatchrunError("storage failed: no", exit_code=Exit.STORAGE)
 
-    arrival.keep = refuse  # type: ignore[method-assign]
+    arrival.keep_as = refuse
     with pytest.raises(BatchrunError, match="storage failed"):
         arrival.receive([b'"a"\n"b"\n'])
     assert arrival.queue.wait(0.0, 0) == 0
