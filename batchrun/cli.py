@@ -394,6 +394,8 @@ def _usage(error: Any, arguments: Sequence[str]) -> tuple[str, str]:  # noqa: AN
         return message, hint
     if key in {"api_key", "key", "token"}:
         return message, "a key is never an argument: export it, or name a 0600 file with --api-key-file"
+    if command == "resume" and key in BY_KEY and BY_KEY[key].group == "streams":
+        return message, "resume runs what was read; to read on: `batchrun submit - --flush-interval SECONDS --job DIR`"
     if command == "resume" and key in BY_KEY:
         return message, "a job keeps its requests as they were; start another: `batchrun submit INPUT --job DIR`"
     if near := nearest(key, BY_KEY):

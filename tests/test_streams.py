@@ -19,7 +19,7 @@ import pytest
 from batchrun.run.view import View, is_job
 from tests.faults.machine import check_whole, kill_at_request, look
 from tests.faults.server import FaultServer, Reply
-from tests.support import Ran, Shell, prompts, wait_until
+from tests.support import COMMAND, Ran, Shell, prompts, wait_until
 
 JOB = "in.batchrun"
 PACKED = ("--mode", "packed", "--endpoint", "embeddings")
@@ -99,6 +99,15 @@ def test_a_call_that_is_not_full_goes_out_after_the_interval_though_more_may_com
     assert ran.rows["succeeded"] == 8
     assert [len(request.texts) for request in server.requests] == [5, 3]
     assert server.requests[1].at - server.requests[0].at >= 0.3
+
+
+def test_with_an_interval_of_0_nothing_waits_for_others(shell: Shell, server: FaultServer) -> None:
+    process = stream(shell, server, *PACKED, interval="0")
+    for n in range(1, 4):
+        say(process, {"id": f"t{n}", "input": f"text {n}"})
+        server.wait_for_requests(n)
+    shell.end(process).told(0)
+    assert [request.texts for request in server.requests] == [["text 1"], ["text 2"], ["text 3"]]
 
 
 def test_rows_that_share_a_call_wait_for_others_until_the_interval_or_the_end(
@@ -402,8 +411,25 @@ def test_an_input_that_ends_at_once_is_a_job_without_rows(shell: Shell, server: 
     ran = whole(shell, server, []).told(0)
     assert "no rows" in ran.err
     assert (ran.summary["state"], ran.rows["total"]) == ("complete", 0)
-    ran = whole(shell, server, [], "--job", "closed")
-    assert ran.told(0).rows["total"] == 0
+    asked = shell.submission(server, "--flush-interval", "1", "--job", "closed", source="-")
+    closed = subprocess.run(
+        ["sh", "-c", 'exec "$0" "$@" <&-', COMMAND, *asked],
+        cwd=shell.root,
+        env=shell.env,
+        capture_output=True,
+        check=False,
+    )
+    assert (closed.returncode, json.loads(closed.stdout)["rows"]["total"]) == (0, 0), closed.stderr
+
+
+def test_stdin_may_be_a_file_and_what_its_reader_had_no_room_for_is_read_later(
+    shell: Shell, server: FaultServer
+) -> None:
+    asked = shell.submission(server, "--flush-interval", "1", "--job", JOB, "--max-queue", "7", source="-")
+    with shell.write("rows.jsonl", prompts(500)).open("rb") as stdin:
+        shell.run(*asked, stdin=stdin).told(0)
+    check_whole(shell, 500)
+    assert len(server.requests) == 500
 
 
 # ---------------------------------------------------------------- again
@@ -461,6 +487,11 @@ def test_what_makes_no_sense_of_a_stream_is_refused(
     assert says in ran.err
     assert not (shell.root / "j").exists()
     assert server.requests == []
+
+
+def test_resume_reads_no_stream_and_says_what_does(shell: Shell, server: FaultServer) -> None:
+    whole(shell, server, prompts(1)).told(0)
+    assert "batchrun submit -" in shell.run("resume", JOB, "--flush-interval", "2").told(2).err
 
 
 def test_a_setting_of_the_environment_makes_streams_of_stdin_alone(shell: Shell, server: FaultServer) -> None:
@@ -578,8 +609,6 @@ def test_a_disk_that_is_full_stops_the_stream_and_nothing_is_sent_without_its_li
         pytest.skip("needs a limit on file sizes that raises an error")
     limit = "import resource, os, sys, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
     limit += " resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000)); os.execv(sys.argv[1], sys.argv[1:])"
-    from tests.support import COMMAND
-
     asked = shell.submission(server, "--flush-interval", "1", "--job", JOB, source="-")
     process = subprocess.Popen(
         [sys.executable, "-c", limit, COMMAND, *asked],
