@@ -456,6 +456,36 @@ def test_a_stream_given_again_is_compared_and_goes_on_behind_what_the_job_knows(
     assert spooled(shell)[:-1] == [*lines(prompts(9)).split(b"\n")[:-1], *lines(prompts(2)[1:]).split(b"\n")[:-1]]
 
 
+def test_rows_that_an_earlier_run_left_go_before_those_that_arrive(shell: Shell, server: FaultServer) -> None:
+    server.script(lambda request, n: Reply(hold=True))
+    process = stream(shell, server, "--concurrency", "1", "--grace", "0")
+    say(process, *prompts(5))
+    server.wait_for_requests(1)
+    wait_until(lambda: known(shell)["total"] == 5)
+    stop(shell, process, signal.SIGINT, 130)
+    server.script(lambda request, n: None)
+    ran = whole(shell, server, prompts(8), "--concurrency", "1").told(0)
+    assert "1 rows were in flight when the last run died: r1" in ran.err
+    assert [request.text for request in server.requests[1:]] == [f"p{n}" for n in range(1, 9)]
+    check_whole(shell, 8)
+
+
+def test_a_template_and_defaults_make_requests_of_what_arrives_and_of_what_is_resumed(
+    shell: Shell, server: FaultServer
+) -> None:
+    process = stream(shell, server, "--template", "Say {{ word }}", "--max-tokens", "7")
+    say(process, {"id": "a", "word": "one"})
+    server.wait_for_requests(1)
+    wait_until(lambda: known(shell)["succeeded"] == 1)
+    process.kill()
+    process.wait()
+    with (shell.root / JOB / "input.jsonl").open("ab") as spool:
+        spool.write(lines([{"id": "b", "word": "two"}]))
+    shell.run("resume", JOB).told(0)
+    assert [request.text for request in server.requests] == ["Say one", "Say two"]
+    assert {request.json["max_completion_tokens"] for request in server.requests} == {7}
+
+
 def test_a_job_whose_stdin_was_complete_can_go_on_as_a_stream_and_back(shell: Shell, server: FaultServer) -> None:
     data = lines(prompts(3))
     shell.submit(server, "--job", JOB, source="-", data=data[:-1]).told(0)

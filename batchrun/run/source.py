@@ -18,7 +18,7 @@ from batchrun.errors import BatchrunError, Exit
 from batchrun.intake.jsonl import MAX_LINE_BYTES, OversizedLine, read_lines
 from batchrun.intake.shapes import Shaper
 from batchrun.records import BadRow, Chunk, Line, Row
-from batchrun.run.view import View
+from batchrun.run.view import View, storage_error
 
 __all__ = ["Indexer", "RowReader", "Scan", "Seen", "repeated", "scan"]
 
@@ -111,11 +111,14 @@ class Seen:
         self._db.execute("BEGIN")  # for good: nothing is to be kept
 
     def first(self, custom_id: str, line: int) -> int:
-        """Returns the line that has the id first: ``line`` itself if none had it before."""
+        """Returns the line that has the id first: ``line`` itself if none had it before. Raises: BatchrunError(74)."""
         digest = blake2b(custom_id.encode(), digest_size=16).digest()
-        if self._db.execute("INSERT OR IGNORE INTO ids VALUES (?,?)", (digest, line)).rowcount:
-            return line
-        return int(self._db.execute("SELECT line FROM ids WHERE digest=?", (digest,)).fetchone()[0])
+        try:
+            if self._db.execute("INSERT OR IGNORE INTO ids VALUES (?,?)", (digest, line)).rowcount:
+                return line
+            return int(self._db.execute("SELECT line FROM ids WHERE digest=?", (digest,)).fetchone()[0])
+        except sqlite3.Error as error:  # no room for temporary files
+            raise storage_error(error) from error
 
     def close(self) -> None:
         """Forgets all."""

@@ -209,7 +209,7 @@ class Stream:
             self._indexer.finish(last)
         if self._bad is not None:
             raise BatchrunError(
-                f"line {self._bad.line} {self._bad.why}; nothing was read after it",
+                f"line {self._bad.line} {self._bad.why}; the stream was read no further",
                 hint=f"mend it in {self._spool}, or go on with what was read, and it as a failed row: "
                 f"{self._go_on} --skip-invalid",
                 exit_code=Exit.INPUT,

@@ -37,6 +37,7 @@ def test_power_cuts_lose_no_row_that_was_shown_as_done(shell: Shell, server: Fau
     server.delay_s = 0.004
     shell.write("in.jsonl", prompts(rows))
     shown_in_all = in_doubt = gone = 0
+    raced: set[int] = set()
     with tempfile.TemporaryDirectory(dir=in_memory()) as memory, Ext4(Path(memory)) as disk:
         job = disk.at / "j"
         asked_for = ("--concurrency", str(in_flight), "--job", str(job))
@@ -54,6 +55,7 @@ def test_power_cuts_lose_no_row_that_was_shown_as_done(shell: Shell, server: Fau
             unsynced = disk.at / f"unsynced-{cut}"
             unsynced.write_bytes(b"x" * 100_000)
             shown |= look(job).records
+            asked = {int(request.text[1:]) for request in server.requests} - raced
             disk.cut_power()
             process.kill()
             shell.end(process)
@@ -61,8 +63,10 @@ def test_power_cuts_lose_no_row_that_was_shown_as_done(shell: Shell, server: Fau
             gone += not unsynced.exists() or unsynced.stat().st_size == 0
             after = look(job)
             assert shown.items() <= after.records.items(), "what was shown is gone"
-            asked = {int(request.text[1:]) for request in server.requests}
-            assert asked <= after.records.keys() | after.in_doubt | after.waiting, "a send without a durable intent"
+            known = after.records.keys() | after.in_doubt | after.waiting
+            assert asked <= known, "a send without a durable intent"
+            # A sync that was under way when the kernel cut may have returned as if all were well.
+            raced |= {int(request.text[1:]) for request in server.requests} - known
             assert len(after.in_doubt) <= in_flight
             shown_in_all, in_doubt = len(shown), in_doubt + len(after.in_doubt)
         assert gone > 0, "no cut lost what was not synced: they tell nothing"
@@ -72,8 +76,11 @@ def test_power_cuts_lose_no_row_that_was_shown_as_done(shell: Shell, server: Fau
         check_whole(shell, rows, str(job))
         assert shown.items() <= look(job).records.items()
     repeats = len(server.requests) - rows
-    assert repeats <= in_doubt
-    print(f"{cuts} power cuts: {shown_in_all} rows shown before them, 0 lost; {repeats} repeats, {in_doubt} in doubt")
+    assert repeats <= in_doubt + len(raced)
+    print(
+        f"{cuts} power cuts: {shown_in_all} rows shown before them, 0 lost; {repeats} repeats, {in_doubt} in doubt,"
+        f" {len(raced)} let go by a sync that the cut overtook"
+    )
 
 
 # ---------------------------------------------------------------- every state that a disk may be left in
