@@ -483,7 +483,7 @@ def test_a_template_and_defaults_make_requests_of_what_arrives_and_of_what_is_re
         spool.write(lines([{"id": "b", "word": "two"}]))
     shell.run("resume", JOB).told(0)
     assert [request.text for request in server.requests] == ["Say one", "Say two"]
-    assert {request.json["max_completion_tokens"] for request in server.requests} == {7}
+    assert {request.json["max_tokens"] for request in server.requests} == {7}
 
 
 def test_a_job_whose_stdin_was_complete_can_go_on_as_a_stream_and_back(shell: Shell, server: FaultServer) -> None:
