@@ -65,7 +65,9 @@ def _options(*groups: str, but: Iterable[str] = ()) -> list[Option]:
 
 _TO_SEND = ("where", "batches", "flow", "limits", "simulated provider")
 _FOR_SUBMIT = list(OPTIONS)
-_FOR_RESUME = [option for option in OPTIONS if option.field not in CONTENT and option.key != "job"]
+_FOR_RESUME = [
+    option for option in OPTIONS if option.field not in CONTENT and option.key != "job" and option.group != "streams"
+]
 _FOR_CHECK = [*_options("where", "what"), BY_KEY["limit"], *_options("output", but={"progress"})]
 _FOR_ESTIMATE = _options(*_TO_SEND, "what", "output", but={"progress"})
 _FOR_STATUS = _options("output", but={"progress"})
@@ -394,6 +396,8 @@ def _usage(error: Any, arguments: Sequence[str]) -> tuple[str, str]:  # noqa: AN
         return message, hint
     if key in {"api_key", "key", "token"}:
         return message, "a key is never an argument: export it, or name a 0600 file with --api-key-file"
+    if command == "resume" and key in BY_KEY and BY_KEY[key].group == "streams":
+        return message, "resume runs what was read; to read on: `batchrun submit - --flush-interval SECONDS --job DIR`"
     if command == "resume" and key in BY_KEY:
         return message, "a job keeps its requests as they were; start another: `batchrun submit INPUT --job DIR`"
     if near := nearest(key, BY_KEY):

@@ -18,7 +18,20 @@ __all__ = ["CONTENT", "PriceOverride", "Settings", "SimSettings", "load", "overl
 CONTENT = frozenset({"endpoint", "model", "system", "template", "max_tokens", "temperature", "params"})
 """Settings that change what a request says: fixed when a job starts."""
 
-_OF_THIS_RUN = frozenset({"job", "retry_failed", "progress", "quiet", "verbose", "json", "log_format", "config"})
+_OF_THIS_RUN = frozenset(
+    {
+        "flush_interval_s",
+        "max_queue",
+        "job",
+        "retry_failed",
+        "progress",
+        "quiet",
+        "verbose",
+        "json",
+        "log_format",
+        "config",
+    }
+)
 _Layer: TypeAlias = Mapping[str, Any]
 """Settings field (dotted into ``price`` and ``sim``) → value."""
 
@@ -98,6 +111,10 @@ class Settings:
     max_failures: str | None = None
     """``N`` or ``P%``; stops when more have failed."""
     limit: int | None = None
+    # streams
+    flush_interval_s: float | None = None
+    """How long a row of stdin waits for others to share its call; None: nothing is sent before the input has ended."""
+    max_queue: int = 10_000
     # job
     job: Path | None = None
     skip_invalid: bool = False
@@ -158,7 +175,7 @@ def load(
 def overlay(remembered: Settings, now: Settings, given: Iterable[str]) -> Settings:
     """Returns what a job remembers with what was ``given`` now laid over it, except for a request's content.
 
-    What concerns one run only (output, ``retry_failed``, ``job``) comes from ``now`` whether given or not.
+    What concerns one run only (streams, output, ``retry_failed``, ``job``) comes from ``now`` whether given or not.
     """
     names = {name for name in given if name not in CONTENT} | _OF_THIS_RUN
     return _with(remembered, {name: _get(now, name) for name in names})

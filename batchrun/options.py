@@ -446,6 +446,15 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option("limits", "max-failures", "N|P%", "Stop when more rows than this have failed.", _max_failures),
     Option("limits", "limit", "N", "Only the first N rows, for now.", _positive),
+    Option(
+        "streams",
+        "flush-interval",
+        "SECONDS",
+        "Send the rows of stdin while they arrive; a batch that is not full goes out after so long.",
+        _duration,
+        into="flush_interval_s",
+    ),
+    Option("streams", "max-queue", "N", "Rows of a stream that may wait; then no more are read. [10000]", _positive),
     Option("job", "job", "DIR", "The job directory. [INPUT's name with .batchrun, beside it]", read_path=_path),
     Option("job", "skip-invalid", "", "Bad lines become failed rows; the rest runs."),
     Option(

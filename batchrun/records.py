@@ -73,13 +73,28 @@ class BadRow:
     custom_id: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Consecutive lines of the input, ``size`` bytes.
+
+    ``entries`` holds 13 bytes a line: length (u32), class (u8; 0: blank, 1: a row), digest (8).
+    """
+
+    first_line: int
+    offset: int
+    size: int
+    lines: int
+    rows: int
+    entries: bytes
+
+
 # ---------------------------------------------------------------- plan
 
 GroupKey: TypeAlias = tuple[str, ...]
 """What rows must share to travel together; its first two parts are endpoint and model."""
 
-Bound: TypeAlias = Literal["tokens", "rows", "bytes", "input", "groups"]
-"""What ended a batch: a part of its budget, no more rows that may share it, or too many groups of rows at once."""
+Bound: TypeAlias = Literal["tokens", "rows", "bytes", "input", "interval", "groups"]
+"""What ended a batch: a part of its budget, no more rows to share it, none in time, or too many groups at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,6 +239,17 @@ MAYBE_PROCESSED_STATUSES = frozenset({408, 409, 500, 502, 504})
 """Errors behind which a server may have worked all the same; others of the kind ``overloaded`` are refusals."""
 
 # ---------------------------------------------------------------- kept: the store's operations
+
+
+@dataclass(frozen=True, slots=True)
+class Indexed:
+    """Lines that arrived while the run was on; they are in the copy of the input, durably. No part of a fold."""
+
+    chunk: Chunk
+    priorities: tuple[tuple[int, int], ...] = ()
+    """(line, priority) of the rows whose priority is not 0."""
+    models: tuple[str, ...] = ()
+    """All models that rows have asked for so far, where a new one is among them; else none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -386,7 +412,9 @@ class RunEnded:
     exit_code: int
 
 
-Operation: TypeAlias = Opened | Sent | Returned | Settled | Reopened | Sampled | Noted | Doubted | RunStarted | RunEnded
+Operation: TypeAlias = (
+    Indexed | Opened | Sent | Returned | Settled | Reopened | Sampled | Noted | Doubted | RunStarted | RunEnded
+)
 
 
 class Fold(Protocol):

@@ -55,6 +55,13 @@ KINDS: dict[str, dict[str, tuple[str, ...]]] = {
             "test_contract_input.py::test_a_gzip_bomb_is_contained",
             "test_contract_input.py::test_stdin_needs_a_job_and_broken_archives_are_refused",
         ),
+        "a producer that is slow, floods, stops in mid-line, or repeats itself; a bad line in mid-stream": (
+            "test_streams.py::test_answers_come_while_the_producer_still_writes",
+            "test_streams.py::test_with_a_stuck_server_no_more_is_read_than_may_wait",
+            "test_streams.py::test_a_signal_ends_the_wait_for_stdin_and_the_job_can_be_resumed",
+            "test_streams.py::test_a_stream_given_again_is_compared_and_goes_on_behind_what_the_job_knows",
+            "test_streams.py::test_a_bad_line_stops_the_stream_and_nothing_that_was_read_is_lost",
+        ),
         "input changed, truncated or appended between runs": (
             "test_contract_input.py::test_a_changed_or_truncated_input_is_refused_with_the_line_that_differs",
             "test_contract_input.py::test_appended_rows_are_picked_up_and_the_others_are_not_asked_again",

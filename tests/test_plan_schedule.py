@@ -443,6 +443,17 @@ def test_the_run_stops_when_more_rows_have_failed_than_may() -> None:
     assert play.schedule.stop.exit_code == Exit.STOPPED
 
 
+def test_rows_that_failed_without_a_send_are_among_those_that_may_fail() -> None:
+    play = Play(Flow(concurrency=1, max_failures=3))
+    play.schedule.fail_unsent(3)
+    play.send_all()
+    assert play.schedule.stop is None
+    play.schedule.fail_unsent(1)
+    assert play.done
+    assert play.schedule.stop is not None
+    assert play.schedule.stop.reason == "max-failures"
+
+
 def test_a_share_of_failures_is_of_the_total() -> None:
     play = Play(Flow(concurrency=1, max_failure_share=0.1, total=20))
     play.offer(*map(call, range(9)))

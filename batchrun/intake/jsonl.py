@@ -14,7 +14,7 @@ from batchrun.errors import BatchrunError, Exit
 from batchrun.records import Line
 
 if TYPE_CHECKING:
-    from _typeshed import WriteableBuffer
+    from _typeshed import SupportsRead, WriteableBuffer
 
 __all__ = ["OversizedLine", "is_plain", "open_input", "read_lines", "spool"]
 
@@ -76,7 +76,7 @@ def spool(source: BinaryIO, target: BinaryIO) -> None:
 
 
 def read_lines(
-    stream: BinaryIO, *, offset: int = 0, number: int = 1, max_line_bytes: int = MAX_LINE_BYTES
+    stream: SupportsRead[bytes], *, offset: int = 0, number: int = 1, max_line_bytes: int = MAX_LINE_BYTES
 ) -> Iterator[Line | OversizedLine]:
     """Yields the lines of a stream that stands at byte ``offset``, where line ``number`` begins.
 

@@ -57,6 +57,7 @@ def submit(
 ) -> Outcome:
     """Starts the job of an input, or continues it. ``given``: the names of the settings that flags set now."""
     started = time.monotonic()
+    _check_stream(input_path, settings, given)
     job = job_directory(input_path, settings)
     if input_path != "-":
         _check_readable(Path(input_path))
@@ -69,7 +70,24 @@ def submit(
                     hint="requests of one job are made alike: start another with --job DIR",
                 )
         settings = overlay(remembered, settings, given | {"limit"})
+    if input_path == "-" and settings.flush_interval_s is not None and (settings.max_failures or "").endswith("%"):
+        raise BatchrunError(
+            "--max-failures can be no share of a stream: nobody knows how many rows there will be",
+            hint="give a number of rows, as in --max-failures 100",
+        )
     return _run(job, settings, environ, console, started, input_path=input_path)
+
+
+def _check_stream(input_path: str, settings: Settings, given: frozenset[str]) -> None:
+    """Refuses flags that the input gives no sense to. Raises: BatchrunError(2)."""
+    for name, flag in (("flush_interval_s", "--flush-interval"), ("max_queue", "--max-queue")):
+        if name in given and input_path != "-":
+            raise BatchrunError(
+                f"{flag} is for stdin, and INPUT is {input_path}",
+                hint="leave it out, or pipe the rows: … | batchrun submit - --flush-interval 2 --job DIR",
+            )
+    if settings.flush_interval_s is None and "max_queue" in given:
+        raise BatchrunError("--max-queue is for streams", hint="add --flush-interval SECONDS, or leave it out")
 
 
 def _check_readable(path: Path) -> None:
@@ -127,8 +145,8 @@ def _run(
     shaper = shaper_for(preset, settings)
     tally = Tally()
     with _opened(job, tally) as store:
-        pin(store, job, input_path, shaper, settings, console)
-        return Run(job, store, tally, preset, key, shaper, settings, console, started).outcome()
+        stream = pin(store, job, input_path, shaper, settings, console)
+        return Run(job, store, tally, preset, key, shaper, settings, console, started, stream).outcome()
 
 
 @contextlib.contextmanager
@@ -150,7 +168,7 @@ def _opened(job: Path, tally: Tally) -> Iterator[Store]:
                 raise
     finally:
         if made:
-            for name in (DATABASE, f"{DATABASE}-wal", f"{DATABASE}-shm", SPOOL, "lock"):
+            for name in (*(f"{DATABASE}{of}" for of in ("", "-journal", "-wal", "-shm")), SPOOL, "lock"):
                 (job / name).unlink(missing_ok=True)
             with contextlib.suppress(OSError):  # somebody put something there
                 job.rmdir()

@@ -4,28 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import sqlite3
 import sys
 import time
 from collections.abc import Callable, Iterator
-from decimal import Decimal
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from batchrun.config import Settings
 from batchrun.errors import BatchrunError, Exit
-from batchrun.intake.jsonl import OversizedLine, is_plain, open_input, spool
+from batchrun.intake.jsonl import BLOCK_BYTES, OversizedLine, is_plain, open_input, spool
 from batchrun.intake.prefixes import Shared
 from batchrun.intake.shapes import Shaper
 from batchrun.job.settings import to_json
 from batchrun.records import BadRow, Line, Operation, Row
 from batchrun.run import settle
 from batchrun.run.failpoint import reached
-from batchrun.run.files import private_file, rename
+from batchrun.run.files import private_file, rename, sync_dir
 from batchrun.run.prefixes import Prefixes
 from batchrun.run.progress import Console
 from batchrun.run.source import Indexer, input_as_json, scan
 from batchrun.run.store import Store
+from batchrun.run.stream import Queue, Stream
 from batchrun.run.view import View
 
 __all__ = ["SPOOL", "grouped", "input_of", "may_group", "open_any", "pin", "readable"]
@@ -68,15 +69,28 @@ def _found(job: Path, path: str) -> Path:
     return beside if not Path(path).exists() and beside.exists() else Path(path)
 
 
-def pin(store: Store, job: Path, input_path: str | None, shaper: Shaper, settings: Settings, console: Console) -> None:
+def pin(
+    store: Store, job: Path, input_path: str | None, shaper: Shaper, settings: Settings, console: Console
+) -> Stream | None:
     """Makes sure that the store knows the input as it is. ``input_path`` None: the one that the job remembers.
 
+    Returns the stream where the input is to be taken in while it is sent.
     Raises: BatchrunError(65) for bad lines or an input that changed; then the job is as it was.
     """
     index = _Index(store, job, shaper, settings, console)
+    source = store.get("source") if store.get("runs") else None
+    if source is not None and source["path"] == "-":
+        index.rest(source)
     if input_path == "-":
-        index.spool(sys.stdin.buffer, {"path": "-", "spooled": True})
-        return
+        if settings.flush_interval_s is not None:
+            return index.stream(source)
+        index.spool(sys.stdin.buffer, _STDIN)
+        return None
+    _pin_file(index, store, job, input_path)
+    return None
+
+
+def _pin_file(index: _Index, store: Store, job: Path, input_path: str | None) -> None:
     source = store.get("source")
     if input_path is not None:
         path = Path(input_path)
@@ -97,6 +111,9 @@ def pin(store: Store, job: Path, input_path: str | None, shaper: Shaper, setting
             index.spool(stream, about)
         else:
             index.take(stream, about)
+
+
+_STDIN = {"path": "-", "spooled": True}
 
 
 class _Index:
@@ -126,6 +143,48 @@ class _Index:
                 self.take(copy, source, lambda: rename(arriving, self._job / SPOOL))
         finally:
             arriving.unlink(missing_ok=True)
+
+    def rest(self, source: dict[str, Any]) -> None:
+        """Takes in the lines that an earlier run has read and not indexed; cuts off the beginning of one."""
+        spooled = self._job / SPOOL
+        end = self._store.end()
+        if not spooled.exists() or spooled.stat().st_size <= end:
+            return
+        with spooled.open("r+b") as lines:
+            _cut_to_whole_lines(lines, end)
+            if lines.seek(0, os.SEEK_END) > end:
+                lines.seek(0)
+                self.take(lines, source)
+
+    def stream(self, source: dict[str, Any] | None) -> Stream | None:
+        """Begins to take stdin in, or goes on; None where the job has as many rows as it may."""
+        store, settings, spooled = self._store, self._settings, self._job / SPOOL
+        if source is None:
+            private_file(spooled).close()
+            sync_dir(self._job)
+            with store.transaction() as db:
+                store.clear(db)
+                reached("ingest")
+                store.keep(db, source=_STDIN, models=(), settings=to_json(settings))
+        elif source["path"] != "-":
+            raise BatchrunError(
+                f"this job is that of {source['path']}, not of a stream", hint="start another one with --job DIR"
+            )
+        elif spooled.stat().st_size < store.end():  # a last line without its newline
+            with spooled.open("ab") as lines:
+                lines.write(b"\n")
+        if settings.limit is not None and store.rows() >= settings.limit:
+            return None
+        return Stream(
+            0,  # stdin, also where a parent had closed it
+            spooled,
+            store,
+            self._shaper,
+            Queue(settings.max_queue),
+            skip_invalid=settings.skip_invalid,
+            limit=settings.limit,
+            go_on=f"batchrun resume {shlex.quote(str(self._job))}",
+        )
 
     def take(self, stream: BinaryIO, source: dict[str, Any], before_commit: Callable[[], None] = lambda: None) -> None:
         """Scans a stream and keeps its index. Raises: BatchrunError(65) if it is invalid or not what it was."""
@@ -198,6 +257,19 @@ def grouped(settings: Settings, shared: Shared) -> bool:
     return shared.rows > 0 and (shared.pays or settings.group_by == "prefix")
 
 
+def _cut_to_whole_lines(lines: BinaryIO, end: int) -> None:
+    """Cuts off what follows the last newline at or behind byte ``end``."""
+    at = lines.seek(0, os.SEEK_END)
+    while at > end:
+        start = max(end, at - BLOCK_BYTES)
+        lines.seek(start)
+        newline = lines.read(at - start).rfind(b"\n")
+        at = start if newline < 0 else start + newline + 1
+        if newline >= 0:
+            break
+    lines.truncate(at)
+
+
 def _copy(stream: BinaryIO, path: Path) -> None:
     with private_file(path) as out:
         spool(stream, out)
@@ -215,10 +287,7 @@ class _Refused:
         self._at = time.time()
 
     def add(self, bad: BadRow, row_json: bytes) -> None:
-        custom_id = bad.custom_id or f"line-{bad.line}"
-        self._pending.append(
-            settle.unsent(bad.line, custom_id, row_json, "invalid", bad.why, sends=0, lost=Decimal(0), at=self._at)
-        )
+        self._pending.append(settle.invalid(bad, row_json, self._at))
         if len(self._pending) >= 500:
             self.flush()
 

@@ -36,10 +36,13 @@ from batchrun.run.progress import Console
 from batchrun.run.sim import SimTransport
 from batchrun.run.source import RowReader, input_as_json
 from batchrun.run.store import Store
+from batchrun.run.stream import Stream
 from batchrun.run.transport import Client, Http1Transport, fd_budget
 from batchrun.run.view import View
 
 __all__ = ["Outcome", "Run"]
+
+_NO_ROWS = "the input has no rows: nothing to do"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +67,10 @@ class Run:
         settings: Settings,
         console: Console,
         started: float,
+        stream: Stream | None,
     ) -> None:
+        """``stream``: rows that arrive while it runs; None: the job has all of its rows."""
+        self.stream = stream
         self.job = job
         self.store = store
         self.tally = tally
@@ -74,12 +80,16 @@ class Run:
         self.console = console
         self.started = started
         self.prices = prices_for(preset, settings)
-        self.last_line = _limit_line(store, settings.limit)
-        self.total = store.rows(self.last_line)
+        self._measure()
         self.left_at_once = False
         self.told_rpm: int | None = None
         by_prefix = settings.group_by != "none"
         self.reader = RowReader(input_of(job, store), store, shaper, self.last_line, by_prefix=by_prefix)
+
+    def _measure(self) -> None:
+        """Finds out how many rows the job has."""
+        self.last_line = _limit_line(self.store, self.settings.limit)
+        self.total = self.store.rows(self.last_line)
 
     def outcome(self) -> Outcome:
         """Runs what is pending and leaves results, errors and report behind."""
@@ -87,17 +97,19 @@ class Run:
             return self._outcome()
         finally:
             self.reader.close()
+            if self.stream is not None:
+                self.stream.close()
 
     def _outcome(self) -> Outcome:
-        if not self.total:
-            self.console.notice("the input has no rows: nothing to do")
+        if not self.total and self.stream is None:
+            self.console.notice(_NO_ROWS)
         self._check_prices()
         if self.settings.group_by == "prefix" and not self.store.has_prefixes():
             self.console.notice("no rows are known to begin alike; that is looked for when an input is read first")
         self.store.put(settings=to_json(self.settings), last_line=self.last_line)
         if self.settings.retry_failed:
             self._reopen_failed()
-        if self._pending() == 0:
+        if self._pending() == 0 and self.stream is None:
             ended = self.store.get("ended")
             if ended is not None and self.total:
                 self.console.notice(self._nothing_left())
@@ -110,7 +122,7 @@ class Run:
         self._settle_doubts()
         stop: Stop | None = None
         error: BatchrunError | None = None
-        if self._pending():
+        if self._pending() or self.stream is not None:
             self.console.start(self.total)
             try:
                 stop = self._engine_run()
@@ -118,7 +130,18 @@ class Run:
                 error = failure
             finally:
                 self.console.stop()
+            self._settle_stream()
         return self._finish(stop, error, run=run)
+
+    def _settle_stream(self) -> None:
+        """Takes stock of what has arrived."""
+        if self.stream is None:
+            return
+        self._measure()
+        if found := self.stream.found.bad_count:
+            self.console.bad_lines(self.stream.found.bad, found)
+        if self.stream.ended and not self.total:
+            self.console.notice(_NO_ROWS)
 
     def _pending(self) -> int:
         succeeded, failed = self.store.settled(self.last_line)
@@ -204,8 +227,9 @@ class Run:
             calibration=calibration,
             settings=settings,
             packings=packings,
+            arriving=None if self.stream is None else self.stream.queue,
         )
-        for model in self.store.get("models"):
+        for model in self.store.get("models") or [settings.model or ""]:
             self.prices.price(model, Usage(0, 0))  # loads the price list: not while replies are coming in
         worst = worst_price(self.prices, calibration) if settings.budget_usd is not None else None
 
@@ -239,6 +263,7 @@ class Run:
                 budget_usd=settings.budget_usd,
                 deadline_at=flow.deadline_at,
                 secret=self.key,
+                stream=self.stream,
             )
             try:
                 return await engine.run()
@@ -323,6 +348,8 @@ class Run:
                 project(self.job, self.store, self.tally, standing)
         if error is not None and error.exit_code != Exit.STORAGE:
             self.console.warn(error.message)
+            if self.stream is not None and error.hint:
+                self.console.notice(f"hint: {error.hint}")
         return Outcome(int(exit_code), metrics.summary(self.tally, standing))
 
     def _ending(
@@ -330,7 +357,8 @@ class Run:
     ) -> tuple[Literal["complete", "stopped", "interrupted", "failed"], str, Exit]:
         if error is not None:
             return "failed", error.message, error.exit_code
-        if stop is None or (self._pending() == 0 and stop.reason != "max-failures"):
+        whole = self.stream is None or self.stream.ended
+        if stop is None or (self._pending() == 0 and whole and stop.reason != "max-failures"):
             failed = self.store.settled(self.last_line)[1]
             return (
                 "complete",

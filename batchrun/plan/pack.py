@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import inf
 
 from batchrun.records import Batch, Bound, GroupKey, Row
 
@@ -56,10 +57,11 @@ class Packer:
         self._packed: deque[Batch] = deque()
         self._next_id = 1
 
-    def add(self, row: Row, tokens: int, size: int | None = None, key: GroupKey | None = None) -> None:
+    def add(self, row: Row, tokens: int, size: int | None = None, key: GroupKey | None = None, at: float = 0.0) -> None:
         """Takes a row in: ``tokens`` for its input and its reserved output, ``size`` in bytes (its body's if None).
 
-        Only rows of one ``key`` travel together; None: those of one endpoint and model.
+        Only rows of one ``key`` travel together; None: those of one endpoint and model. ``at`` is the second at which
+        it arrived, no earlier than that of the row before it in its group.
         """
         if key is None:
             key = (row.endpoint, row.model)
@@ -70,7 +72,7 @@ class Packer:
             group = self._groups[key] = _Group(self.budget, key)
         if size is None:
             size = len(row.body)
-        group.add(_Item(row, tokens, size))
+        group.add(_Item(row, tokens, size, at))
         self._touched = group
         self._held += size
         if self._held > self._most_held:
@@ -84,10 +86,16 @@ class Packer:
             return self._close(self._touched, None)
         return None
 
-    def flush(self) -> Iterator[Batch]:
-        """Yields all that is left, well packed."""
-        for key in list(self._groups):
-            self._flush(key, "input")
+    @property
+    def oldest_at(self) -> float:
+        """When the row that has waited for longest arrived; infinity where none waits."""
+        return min((group.oldest_at for group in self._groups.values()), default=inf)
+
+    def flush(self, until: float = inf) -> Iterator[Batch]:
+        """Yields all that is left, well packed, of the groups whose oldest row arrived by ``until``."""
+        for key, group in list(self._groups.items()):
+            if group.oldest_at <= until:
+                self._flush(key, "input" if until == inf else "interval")
         while self._packed:
             yield self._packed.popleft()
 
@@ -122,9 +130,10 @@ class Packer:
 
 
 class _Item:
-    __slots__ = ("bytes", "row", "tokens")
+    __slots__ = ("at", "bytes", "row", "tokens")
 
-    def __init__(self, row: Row, tokens: int, size: int) -> None:
+    def __init__(self, row: Row, tokens: int, size: int, at: float) -> None:
+        self.at = at
         self.row = row
         self.tokens = tokens
         self.bytes = size
@@ -145,6 +154,12 @@ class _Group:
         self._ahead: deque[_Item] = deque()
         self._ahead_tokens = 0
         self._ahead_bytes = 0
+
+    @property
+    def oldest_at(self) -> float:
+        """When its oldest row arrived: the one that seeds its open batch, or the next. Infinity where it has none."""
+        waiting = self._taken or self._ahead
+        return waiting[0].at if waiting else inf
 
     def add(self, item: _Item) -> None:
         self._ahead.append(item)

@@ -115,6 +115,10 @@ class Schedule:
                 self._lanes[model] = Lane(self._flow, self._rng, now, self._origins)
             self._make_ready(now, call, fresh=True)
 
+    def fail_unsent(self, rows: int) -> None:
+        """Counts rows that failed without a send: they too are among those that may fail."""
+        self._failed += rows
+
     def close(self) -> None:
         """No more calls will be offered."""
         self._closed = True

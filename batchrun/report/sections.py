@@ -255,6 +255,7 @@ _BOUND = {
     "rows": "by their rows",
     "bytes": "by their bytes",
     "input": "for want of more rows",
+    "interval": "as no more came within --flush-interval",
     "groups": "for too many kinds of rows in turn",
 }
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from decimal import Decimal
+from math import inf
+from time import monotonic
 
 import orjson
 
@@ -18,6 +20,7 @@ from batchrun.plan.pack import PackBudget, Packer
 from batchrun.providers.packing import Packing
 from batchrun.records import Batch, Call, Endpoint, Opened, Prices, Row
 from batchrun.run.source import RowReader
+from batchrun.run.stream import Queue
 from batchrun.run.view import Intent
 
 __all__ = ["UNLIMITED_OUTPUT_TOKENS", "Batching", "Packers", "Prepared", "worst_price"]
@@ -56,8 +59,13 @@ class Packers:
         }
         self._number = 0
 
-    def add(self, row: Row, tokens: int, before: tuple[int, int] = (0, 0)) -> Iterator[tuple[Batch, Opened]]:
-        """Takes a row in; yields the batches that are ready. ``before``: its sends and attempts of earlier runs."""
+    def add(
+        self, row: Row, tokens: int, before: tuple[int, int] = (0, 0), at: float = 0.0
+    ) -> Iterator[tuple[Batch, Opened]]:
+        """Takes a row in; yields the batches that are ready.
+
+        ``before``: its sends and attempts of earlier runs. ``at``: the second at which it arrived.
+        """
         packing = self._packings.get(row.endpoint)
         shared = packing.key(row) if packing is not None else None
         if packing is None or shared is None:
@@ -66,14 +74,19 @@ class Packers:
         else:
             packer = self._packers[row.endpoint]
             # Rows of one call have one count of sends, so those of earlier runs keep to their like.
-            packer.add(row, tokens, packing.size(row), (*shared, str(row.priority), str(before)))
+            packer.add(row, tokens, packing.size(row), (*shared, str(row.priority), str(before)), at)
         while (batch := packer.pack()) is not None:
             yield self._opened(batch, packer, packing)
 
-    def flush(self) -> Iterator[tuple[Batch, Opened]]:
-        """Yields the batches of all that is left."""
+    @property
+    def oldest_at(self) -> float:
+        """When the row arrived that has waited for longest for others to share its call; infinity where none does."""
+        return min((packer.oldest_at for packer in self._packers.values()), default=inf)
+
+    def flush(self, until: float = inf) -> Iterator[tuple[Batch, Opened]]:
+        """Yields what is left in batches: all that travel alone, and of others the groups whose oldest came by then."""
         for endpoint, packer in self._packers.items():
-            for batch in packer.flush():
+            for batch in packer.flush(until):
                 yield self._opened(batch, packer, self._packings[endpoint])
         for batch in self._live.flush():
             yield self._opened(batch, self._live, None)
@@ -108,8 +121,13 @@ class Batching:
         calibration: Calibration,
         settings: Settings,
         packings: Mapping[Endpoint, Packing],
+        arriving: Queue | None = None,
     ) -> None:
+        """``arriving``: rows that come while the run is on, behind those of ``reader``."""
         self._reader = reader
+        self._arriving = arriving
+        self._interval_s = settings.flush_interval_s or 0.0
+        self._held = 0
         self._before = {intent.line: (intent.sends, intent.attempts) for intent in intents}
         self._count = count
         self._calibration = calibration
@@ -119,14 +137,41 @@ class Batching:
         """Yields the pending rows in batches, larger priority first."""
         for rows in self._reader.pending():
             for row in rows:
-                row.tokens = self._count(row)
-                tokens = self._calibration.correct(row.model, row.tokens) + (row.max_output or 0)
-                for batch, opened in self._packers.add(row, tokens, self._sent(row)):
-                    yield self._prepared(batch, opened)
-        for batch, opened in self._packers.flush():
+                yield from self._add(row, 0.0)
+        if self._arriving is not None:
+            yield from self._as_they_arrive(self._arriving)
+        yield from self._flush(inf)
+
+    def _as_they_arrive(self, queue: Queue) -> Iterator[Prepared]:
+        """Yields batches for as long as rows come: full ones at once, others when their oldest row has waited so long.
+
+        All that waits is looked at before a batch goes out that is not full. A row that travels alone never waits.
+        """
+        while True:
+            oldest_at = self._packers.oldest_at
+            count = queue.wait(oldest_at + self._interval_s, self._held)
+            if count is None:
+                return
+            for _ in range(count):
+                row, at = queue.pop()
+                yield from self._add(row, at)
+            # Where nothing came though it is not time yet, nothing can come.
+            due = monotonic() - self._interval_s
+            yield from self._flush(due if count or oldest_at <= due else inf)
+
+    def _add(self, row: Row, at: float) -> Iterator[Prepared]:
+        row.tokens = self._count(row)
+        tokens = self._calibration.correct(row.model, row.tokens) + (row.max_output or 0)
+        self._held += 1
+        for batch, opened in self._packers.add(row, tokens, self._sent(row), at):
+            yield self._prepared(batch, opened)
+
+    def _flush(self, until: float) -> Iterator[Prepared]:
+        for batch, opened in self._packers.flush(until):
             yield self._prepared(batch, opened)
 
     def _prepared(self, batch: Batch, opened: Opened) -> Prepared:
+        self._held -= len(batch.rows)
         if opened.packing is None:
             return Prepared(batch, [self._call(batch.id, (row,)) for row in batch.rows], opened)
         call = self._call(batch.id, batch.rows)

@@ -48,6 +48,7 @@ from batchrun.run.progress import Console
 from batchrun.run.redact import Redactor
 from batchrun.run.source import RowReader, input_as_json
 from batchrun.run.store import Store
+from batchrun.run.stream import Stream
 from batchrun.run.turns import Turns
 
 __all__ = ["Client", "Counters", "Engine"]
@@ -124,8 +125,8 @@ class Engine:
     """Runs the pending rows of one job to the end, or to a stop.
 
     ``providers`` is one codec per endpoint, by the schedule's number for it. ``batches`` yields what to send and may
-    block: it is advanced on a thread. ``secret`` is the key, taken out of whatever is written. Returns from ``run``
-    only when nothing is in flight and all that came back is durable.
+    block: it is advanced on a thread. ``secret`` is the key, taken out of whatever is written. ``stream`` is an input
+    that is taken in meanwhile. Returns from ``run`` only when nothing is in flight and all that came back is durable.
     """
 
     def __init__(
@@ -146,6 +147,7 @@ class Engine:
         budget_usd: Decimal | None,
         deadline_at: float | None,
         secret: str | None,
+        stream: Stream | None = None,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
@@ -164,6 +166,7 @@ class Engine:
         self._budget_usd = budget_usd
         self._deadline_at = deadline_at
         self._redactor = Redactor(secret)
+        self._stream = stream
         self._clock = clock
         self._wall = wall
         self._parked: list[asyncio.Future[Send]] = []
@@ -200,8 +203,14 @@ class Engine:
             async with anyio.create_task_group() as self._tasks:
                 self._tasks.start_soon(self._feed)
                 self._tasks.start_soon(self._tick)
+                if self._stream is not None:
+                    self._tasks.start_soon(self._receive, self._stream)
                 self._pump()
-                await self._finished.wait()
+                try:
+                    await self._finished.wait()
+                finally:
+                    if self._stream is not None:
+                        self._stream.stop()
                 self._tasks.cancel_scope.cancel()
         finally:
             for handle in (self._timer, self._grace, self._deadline):
@@ -291,6 +300,8 @@ class Engine:
         self._timer = self._loop.call_later(max(0.0, until - now), self._pump)
 
     def _hand_out(self, send: Send) -> None:
+        if self._stream is not None:
+            self._stream.queue.sent(send.call.rows)
         if self._parked:
             self._parked.pop().set_result(send)
         else:
@@ -500,6 +511,28 @@ class Engine:
         self._schedule.close()
         self._pump()
 
+    async def _receive(self, stream: Stream) -> None:
+        """Takes in what arrives until the input ends or the run stops; what has been read is durable then."""
+
+        def keep(operations: Sequence[Operation], rows: int) -> None:
+            anyio.from_thread.run(self._take_in, operations, rows)
+
+        try:
+            await anyio.to_thread.run_sync(stream.receive, keep)
+        except BatchrunError as error:
+            self._fail(error)
+        except Exception as error:  # noqa: BLE001 - a defect: what is in flight has been paid for
+            self._break(error)
+
+    async def _take_in(self, operations: Sequence[Operation], rows: int) -> None:
+        await self._store.commit(operations)
+        self._counters.total += rows
+        for operation in operations:
+            self._counters.add(operation)
+        if failed := sum(isinstance(operation, Settled) for operation in operations):
+            self._schedule.fail_unsent(failed)
+            self._pump()
+
     # ---------------------------------------------------------------- telling
 
     async def _tick(self) -> None:
@@ -551,7 +584,7 @@ class Engine:
             rows_per_s=rows_per_s,
             tokens_per_s=tokens_per_s,
             elapsed_s=self._clock() - self._started,
-            eta_s=left / rows_per_s if rows_per_s > 0 else None,
+            eta_s=left / rows_per_s if rows_per_s > 0 and (self._stream is None or self._stream.ended) else None,
             binding=self._schedule.binding,
             cost_unknown_rows=counters.cost_unknown_rows,
         )

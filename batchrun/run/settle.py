@@ -6,9 +6,9 @@ from decimal import Decimal
 
 import orjson
 
-from batchrun.records import Call, Fault, Output, Reply, Returned, Row, Settled, Usage
+from batchrun.records import BadRow, Call, Fault, Output, Reply, Returned, Row, Settled, Usage
 
-__all__ = ["failed", "money", "returned", "succeeded", "unsent"]
+__all__ = ["failed", "invalid", "money", "returned", "succeeded", "unsent"]
 
 _NOTHING = Decimal(0)
 _EMPTY_VALUES = (b'""', b"null", b"[]")
@@ -203,6 +203,12 @@ def unsent(
         at=at,
         unsent=True,
     )
+
+
+def invalid(bad: BadRow, row_json: bytes, at: float) -> Settled:
+    """Returns the operation that settles a bad line as a failed row."""
+    custom_id = bad.custom_id or f"line-{bad.line}"
+    return unsent(bad.line, custom_id, row_json, "invalid", bad.why, sends=0, lost=Decimal(0), at=at)
 
 
 def returned(

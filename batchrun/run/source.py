@@ -17,10 +17,10 @@ import orjson
 from batchrun.errors import BatchrunError, Exit
 from batchrun.intake.jsonl import MAX_LINE_BYTES, OversizedLine, read_lines
 from batchrun.intake.shapes import Shaper
-from batchrun.records import BadRow, Line, Row
-from batchrun.run.view import Chunk, View
+from batchrun.records import BadRow, Chunk, Line, Row
+from batchrun.run.view import View, storage_error
 
-__all__ = ["Indexer", "RowReader", "Scan", "scan"]
+__all__ = ["Indexer", "RowReader", "Scan", "Seen", "repeated", "scan"]
 
 _ENTRY = struct.Struct("<IB8s")
 _LENGTHS = struct.Struct("<I9x")
@@ -98,6 +98,40 @@ class _Ids:
         self._db.close()
 
 
+class Seen:
+    """Tells at once whether an id was there before, for rows that are sent before the last one is known. Flat memory.
+
+    Ids are known by 16 bytes of digest, in a private file that is deleted with the connection.
+    """
+
+    def __init__(self) -> None:
+        self._db = sqlite3.connect("", isolation_level=None)
+        for pragma in ("journal_mode=OFF", "synchronous=OFF", "cache_size=-32000"):
+            self._db.execute(f"PRAGMA {pragma}")
+        self._db.execute("CREATE TABLE ids (digest BLOB PRIMARY KEY, line INTEGER) WITHOUT ROWID")
+        self._db.execute("BEGIN")  # for good: nothing is to be kept
+
+    def first(self, custom_id: str, line: int) -> int:
+        """Returns the line that has the id first: ``line`` itself if none had it before. Raises: BatchrunError(74)."""
+        digest = blake2b(custom_id.encode(), digest_size=16).digest()
+        try:
+            if self._db.execute("INSERT OR IGNORE INTO ids VALUES (?,?)", (digest, line)).rowcount:
+                return line
+            return int(self._db.execute("SELECT line FROM ids WHERE digest=?", (digest,)).fetchone()[0])
+        except sqlite3.Error as error:  # no room for temporary files
+            raise storage_error(error) from error
+
+    def close(self) -> None:
+        """Forgets all."""
+        self._db.close()
+
+
+def repeated(line: int, custom_id: str, first: int) -> BadRow:
+    """Returns what is wrong with a line whose id line ``first`` has."""
+    why = f"repeats custom_id `{custom_id}`, first seen on line {first}"
+    return BadRow(line, why, "ids must be unique", custom_id)
+
+
 def scan(
     stream: BinaryIO,
     shaper: Shaper,
@@ -127,12 +161,7 @@ def scan(
             if on_line is not None:
                 on_line(line, shaped)
         for number, offset, custom_id, first in ids.repeated():
-            bad = BadRow(
-                number,
-                f"repeats custom_id `{custom_id}`, first seen on line {first}",
-                "ids must be unique",
-                custom_id,
-            )
+            bad = repeated(number, custom_id, first)
             found.note_bad(bad)
             if on_repeat is not None:
                 on_repeat(bad, offset)
@@ -148,12 +177,14 @@ class Indexer:
     Raises: BatchrunError(65) naming the first line that differs from what is known, or that is gone.
     """
 
-    def __init__(self, known: View | None, write: Callable[[Chunk], None]) -> None:
+    def __init__(self, known: View | None, write: Callable[[Chunk], None], mend: str | None = None) -> None:
+        """``mend``: what a person may do about an input that is not what it was."""
         self._known = known.chunks() if known is not None else iter(())
         self.known_lines = known.last_line() if known is not None else 0
         self._expected = b""
         self._expected_from = 1
         self._write = write
+        self._mend = mend
         self._entries: list[bytes] = []
         self._rows = 0
         self._first: Line | OversizedLine | None = None
@@ -175,7 +206,7 @@ class Indexer:
             self._rows += 1
             self.added += 1
         if len(self._entries) >= _CHUNK_LINES or self._end - self._first.offset >= _CHUNK_BYTES:
-            self._flush()
+            self.flush()
         return True
 
     def _compare(self, number: int, entry: bytes) -> None:
@@ -184,19 +215,20 @@ class Indexer:
             chunk = next(self._known)
             self._expected, self._expected_from, at = chunk.entries, chunk.first_line, 0
         if self._expected[at : at + 13] != entry:
-            raise _changed(number)
+            raise _changed(number, self._mend)
 
     def finish(self, last_line: int) -> None:
         """Writes what is left. ``last_line``: how many lines the input has now."""
         if last_line < self.known_lines:
             raise BatchrunError(
                 f"the input was truncated: line {last_line + 1} is gone, the job knows {self.known_lines} lines",
-                hint="restore the file, or start a new job with --job DIR",
+                hint=self._mend or "restore the file, or start a new job with --job DIR",
                 exit_code=Exit.INPUT,
             )
-        self._flush()
+        self.flush()
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
+        """Writes the lines since the last chunk, if there are any."""
         if self._first is None:
             return
         first = self._first
@@ -215,10 +247,10 @@ class Indexer:
         self._first = None
 
 
-def _changed(number: int) -> BatchrunError:
+def _changed(number: int, mend: str | None = None) -> BatchrunError:
     return BatchrunError(
         f"line {number} of the input has changed since the job began",
-        hint="restore the file (rows may only be added at its end), or start a new job with --job DIR",
+        hint=mend or "restore the file (rows may only be added at its end), or start a new job with --job DIR",
         exit_code=Exit.INPUT,
     )
 

@@ -30,10 +30,10 @@ from typing import Any
 import orjson
 
 from batchrun.errors import BatchrunError
-from batchrun.records import Doubted, Fold, Operation, Reopened, Returned, Sent, Settled
+from batchrun.records import Chunk, Doubted, Fold, Indexed, Operation, Reopened, Returned, Sent, Settled
 from batchrun.run.failpoint import reached
 from batchrun.run.files import private_file, sync_dir
-from batchrun.run.view import DATABASE, FORMAT, Chunk, View, storage_error
+from batchrun.run.view import DATABASE, FORMAT, View, storage_error
 
 __all__ = ["Store"]
 
@@ -144,6 +144,14 @@ class Store(View):
         known = db.execute("SELECT coalesce(max(place),0) FROM prefix").fetchone()[0]
         values = ((line, " ".join(str(known + number) for number in path)) for line, path in members)
         db.executemany("INSERT INTO prefix (line,path) VALUES (?,?)", values)
+
+    def _index(self, db: sqlite3.Connection, indexed: Indexed) -> None:
+        """Takes in lines that arrived; they are all of the job as far as it is known by then."""
+        self.add_chunk(db, indexed.chunk)
+        db.executemany("INSERT INTO priority VALUES (?,?)", indexed.priorities)
+        self.keep(db, last_line=indexed.chunk.first_line + indexed.chunk.lines - 1)
+        if indexed.models:
+            self.keep(db, models=indexed.models)
 
     def clear(self, db: sqlite3.Connection) -> None:
         """Forgets all rows, as part of a transaction: for a job of which nothing was ever sent."""
@@ -259,6 +267,9 @@ class Store(View):
             elif isinstance(operation, Reopened):
                 db.execute("DELETE FROM outcome WHERE line=?", (operation.line,))
                 db.execute("DELETE FROM record WHERE line=?", (operation.line,))
+            elif isinstance(operation, Indexed):
+                self._index(db, operation)
+                continue
             fold(operation)
         if settled:
             _write_many(

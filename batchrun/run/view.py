@@ -13,8 +13,9 @@ from typing import Any, Literal
 import orjson
 
 from batchrun.errors import BatchrunError, Exit
+from batchrun.records import Chunk
 
-__all__ = ["DATABASE", "FORMAT", "Chunk", "Intent", "View", "is_job", "storage_error"]
+__all__ = ["DATABASE", "FORMAT", "Intent", "View", "is_job", "storage_error"]
 
 DATABASE = "state.db"
 
@@ -22,21 +23,6 @@ FORMAT = 2
 """Version of the tables; a job of another version is refused, never guessed at."""
 
 _CHUNK = "first_line,offset,size,lines,rows,entries"
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """Consecutive lines of the input, ``size`` bytes.
-
-    ``entries`` holds 13 bytes a line: length (u32), class (u8; 0: blank, 1: a row), digest (8).
-    """
-
-    first_line: int
-    offset: int
-    size: int
-    lines: int
-    rows: int
-    entries: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,14 +72,13 @@ class View:
         """Counts the rows of the input (blank lines are none), at most up to a line that ends a ``limit``."""
         if up_to_line is None:
             return int(self._db.execute("SELECT coalesce(sum(rows),0) FROM chunk").fetchone()[0])
-        total = 0
-        for chunk in self.chunks():
-            last = chunk.first_line + chunk.lines - 1
-            if last <= up_to_line:
-                total += chunk.rows
-                continue
-            part = chunk.entries[4 : (up_to_line - chunk.first_line + 1) * 13 : 13]
-            return total + len(part) - part.count(0)
+        whole = "SELECT coalesce(sum(rows),0) FROM chunk WHERE first_line+lines-1<=?"
+        part = f"SELECT {_CHUNK} FROM chunk WHERE first_line<=? AND first_line+lines-1>?"  # noqa: S608 - constants
+        total = int(self._db.execute(whole, (up_to_line,)).fetchone()[0])
+        for found in self._db.execute(part, (up_to_line, up_to_line)):
+            chunk = Chunk(*found)
+            kinds = chunk.entries[4 : (up_to_line - chunk.first_line + 1) * 13 : 13]
+            total += len(kinds) - kinds.count(0)
         return total
 
     def chunks(self) -> Iterator[Chunk]:
@@ -116,6 +101,11 @@ class View:
     def last_line(self) -> int:
         """Returns the number of the last line known, 0 if there is none."""
         row = self._db.execute("SELECT first_line+lines-1 FROM chunk ORDER BY first_line DESC LIMIT 1").fetchone()
+        return 0 if row is None else int(row[0])
+
+    def end(self) -> int:
+        """Returns the byte of the input at which the first line not known begins, a newline behind the last known."""
+        row = self._db.execute("SELECT offset+size+1 FROM chunk ORDER BY first_line DESC LIMIT 1").fetchone()
         return 0 if row is None else int(row[0])
 
     def settled_in(self, first: int, last: int) -> set[int]:

@@ -30,24 +30,32 @@ TRIES = 5 if LONG else 1
 # ---------------------------------------------------------------- the kernel's own
 
 
-def test_power_cuts_lose_no_row_that_was_shown_as_done(shell: Shell, server: FaultServer) -> None:
+@pytest.mark.parametrize("streamed", [False, True] if LONG else [False], ids=["file", "stream"][: 1 + LONG])
+def test_power_cuts_lose_no_row_that_was_shown_as_done(shell: Shell, server: FaultServer, streamed: bool) -> None:
     cuts, rows, in_flight = (20, 2000, 8) if LONG else (3, 400, 8)
     dice = random.Random(41)
     server.delay_s = 0.004
     shell.write("in.jsonl", prompts(rows))
     shown_in_all = in_doubt = gone = 0
+    raced: set[int] = set()
     with tempfile.TemporaryDirectory(dir=in_memory()) as memory, Ext4(Path(memory)) as disk:
         job = disk.at / "j"
-        args = shell.submission(server, "--concurrency", str(in_flight), "--job", str(job))
+        asked_for = ("--concurrency", str(in_flight), "--job", str(job))
+        if streamed:  # read as it is sent, so that cuts come while lines are taken in
+            asked_for += ("--flush-interval", "1", "--max-queue", "20")
+        args = shell.submission(server, *asked_for, source="-" if streamed else "in.jsonl")
+        rows_in = (shell.root / "in.jsonl").read_bytes()
         shown: dict[int, bytes] = {}
         for cut in range(cuts):
             already = len(server.requests)
-            process = shell.start(*args)
+            with (shell.root / "in.jsonl").open("rb") as stdin:
+                process = shell.start(*args, stdin=stdin)
             server.wait_for_requests(already + dice.randrange(1, rows // cuts * 2 // 3))
             time.sleep(dice.random() * 0.03)
             unsynced = disk.at / f"unsynced-{cut}"
             unsynced.write_bytes(b"x" * 100_000)
             shown |= look(job).records
+            asked = {int(request.text[1:]) for request in server.requests} - raced
             disk.cut_power()
             process.kill()
             shell.end(process)
@@ -55,19 +63,24 @@ def test_power_cuts_lose_no_row_that_was_shown_as_done(shell: Shell, server: Fau
             gone += not unsynced.exists() or unsynced.stat().st_size == 0
             after = look(job)
             assert shown.items() <= after.records.items(), "what was shown is gone"
-            asked = {int(request.text[1:]) for request in server.requests}
-            assert asked <= after.records.keys() | after.in_doubt | after.waiting, "a send without a durable intent"
+            known = after.records.keys() | after.in_doubt | after.waiting
+            assert asked <= known, "a send without a durable intent"
+            # A sync that was under way when the kernel cut may have returned as if all were well.
+            raced |= {int(request.text[1:]) for request in server.requests} - known
             assert len(after.in_doubt) <= in_flight
             shown_in_all, in_doubt = len(shown), in_doubt + len(after.in_doubt)
         assert gone > 0, "no cut lost what was not synced: they tell nothing"
         assert 0 < shown_in_all < rows
-        done = shell.submit(server, "--job", str(job)).told(0)
+        done = shell.run(*args, data=rows_in).told(0)
         assert done.rows["succeeded"] == rows
         check_whole(shell, rows, str(job))
         assert shown.items() <= look(job).records.items()
     repeats = len(server.requests) - rows
-    assert repeats <= in_doubt
-    print(f"{cuts} power cuts: {shown_in_all} rows shown before them, 0 lost; {repeats} repeats, {in_doubt} in doubt")
+    assert repeats <= in_doubt + len(raced)
+    print(
+        f"{cuts} power cuts: {shown_in_all} rows shown before them, 0 lost; {repeats} repeats, {in_doubt} in doubt,"
+        f" {len(raced)} let go by a sync that the cut overtook"
+    )
 
 
 # ---------------------------------------------------------------- every state that a disk may be left in

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -25,17 +25,27 @@ def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # ---------------------------------------------------------------- the n-th call fails
 
 
-def submit_on_failing_disk(shell: Shell, server: FaultServer, shim: Path, job: str, fail: str) -> tuple[Ran, list[str]]:
-    """Runs a job of its own, one request at a time; returns what it did and the shim's events."""
+def submit(shell: Shell, server: FaultServer, job: str, streamed: bool, env: Mapping[str, str] | None = None) -> Ran:
+    """Submits the rows one request at a time, as a file or as a stream."""
+    args = ("--concurrency", "1", "--job", job)
+    if not streamed:
+        return shell.submit(server, *args, env=env)
+    data = (shell.root / "in.jsonl").read_bytes()
+    return shell.submit(server, *args, "--flush-interval", "1", source="-", data=data, env=env)
+
+
+def submit_on_failing_disk(
+    shell: Shell, server: FaultServer, shim: Path, job: str, fail: str, streamed: bool
+) -> tuple[Ran, list[str]]:
+    """Runs a job of its own; returns what it did and the shim's events."""
     log = shell.root / f"{job}.log"
     env = {"LD_PRELOAD": str(shim), "SHIM_UNDER": str(shell.root), "SHIM_LOG": str(log), "SHIM_FAIL": fail}
-    ran = shell.submit(server, "--concurrency", "1", "--job", job, env=env)
-    return ran, log.read_text().splitlines()
+    return submit(shell, server, job, streamed, env), log.read_text().splitlines()
 
 
-def check_fail_stop(shell: Shell, server: FaultServer, shim: Path, job: str, fail: str) -> bool:
+def check_fail_stop(shell: Shell, server: FaultServer, shim: Path, job: str, fail: str, streamed: bool) -> bool:
     """Breaks one run, and continues it on a disk that works. Returns whether the failure was noticed."""
-    ran, events = submit_on_failing_disk(shell, server, shim, job, fail)
+    ran, events = submit_on_failing_disk(shell, server, shim, job, fail, streamed)
     first = next((index for index, event in enumerate(events) if event[0] == "X"), None)
     if first is None:  # how commits group varies a little: this run had fewer calls
         ran.told(0)
@@ -49,7 +59,7 @@ def check_fail_stop(shell: Shell, server: FaultServer, shim: Path, job: str, fai
     assert "storage failed" in ran.told(74).err or "the system refused" in ran.err, ran.err
     before = look(shell.root / job)
     assert events.count("P") <= len(before.records) + len(before.in_doubt)
-    done = shell.submit(server, "--job", job).told(0)
+    done = submit(shell, server, job, streamed).told(0)
     assert done.rows["succeeded"] == ROWS
     check_whole(shell, ROWS, job)
     assert before.records.items() <= look(shell.root / job).records.items()
@@ -58,12 +68,13 @@ def check_fail_stop(shell: Shell, server: FaultServer, shim: Path, job: str, fai
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.parametrize("streamed", [False, True], ids=["file", "stream"])
 @pytest.mark.parametrize("kind", ["sync", "write", "sync:once"])
 def test_from_the_nth_call_on_that_the_disk_fails_nothing_more_is_sent(
-    shell: Shell, server: FaultServer, shim: Path, kind: str
+    shell: Shell, server: FaultServer, shim: Path, kind: str, streamed: bool
 ) -> None:
     shell.write("in.jsonl", prompts(ROWS))
-    ran, events = submit_on_failing_disk(shell, server, shim, "whole", "nothing")
+    ran, events = submit_on_failing_disk(shell, server, shim, "whole", "nothing", streamed)
     ran.told(0)
     assert events.count("P") == ROWS
     calls = sum(event[0] == kind[0].upper() for event in events)
@@ -72,7 +83,10 @@ def test_from_the_nth_call_on_that_the_disk_fails_nothing_more_is_sent(
     step = {"sync": 1, "write": 4}[what] if LONG else calls // 3
     fails = [":".join(filter(None, (what, str(n), once))) for n in range(1, calls, step)]
     with ThreadPoolExecutor(2) as two:
-        noticed = list(two.map(lambda fail: check_fail_stop(shell, server, shim, fail.replace(":", "-"), fail), fails))
+        names = [fail.replace(":", "-") for fail in fails]
+        noticed = list(
+            two.map(lambda job, fail: check_fail_stop(shell, server, shim, job, fail, streamed), names, fails)
+        )
     assert sum(noticed) >= len(noticed) - 2
     print(f"{kind}: {len(fails)} of {calls} places; exit 74 and no send after it at {sum(noticed)}")
 
