@@ -176,7 +176,7 @@ def test_only_groups_whose_oldest_row_is_due_are_flushed() -> None:
     packer = Packer(PackBudget(100, 10, 10_000))
     assert packer.oldest_at == float("inf")
     for line, (model, at) in enumerate((("a", 3.0), ("b", 1.0), ("a", 4.0), ("b", 9.0)), 1):
-        packer.add(row(line, model=model), 1, None, at)
+        packer.add(row(line, model=model), 1, at=at)
     assert packer.oldest_at == 1.0
     assert [[each.line for each in batch.rows] for batch in packer.flush(2.0)] == [[2, 4]]
     assert packer.oldest_at == 3.0
@@ -188,7 +188,7 @@ def test_only_groups_whose_oldest_row_is_due_are_flushed() -> None:
 def test_the_oldest_row_of_an_open_batch_says_how_long_it_has_waited() -> None:
     packer = Packer(PackBudget(100, 3, 10_000), look_ahead=1)
     for line in range(1, 5):
-        packer.add(row(line), 1, None, float(line))
+        packer.add(row(line), 1, at=float(line))
         batch = packer.pack()
         assert packer.oldest_at == (4.0 if batch else 1.0)
     assert [[each.line for each in batch.rows] for batch in packer.flush()] == [[4]]
