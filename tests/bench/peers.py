@@ -83,10 +83,15 @@ async def naive_aiohttp(path: str, url: str, in_flight: int, output: str) -> int
 
 
 async def cookbook(path: str, url: str, in_flight: int, output: str) -> int:
-    """The pattern of OpenAI's cookbook: count, start a task per row, retry, append each answer to a file.
+    """The pattern of OpenAI's cookbook, which sleeps for a millisecond after each row that it starts."""
+    return await counting_aiohttp(path, url, in_flight, output, pause_s=0.001)
+
+
+async def counting_aiohttp(path: str, url: str, in_flight: int, output: str, pause_s: float | None = None) -> int:
+    """The cookbook's pattern without its sleep: count, start a task per row, retry, append each answer to a file.
 
     As there, each prompt's tokens are counted on the loop and each answer opens, appends to and closes the file. Unlike
-    there, the loop does not sleep for a millisecond a row, and requests in flight are bounded.
+    there, requests in flight are bounded.
     """
     import aiohttp
 
@@ -118,6 +123,8 @@ async def cookbook(path: str, url: str, in_flight: int, output: str) -> int:
                 tokens += sum(len(encoding.encode(message["content"])) + 4 for message in row["body"]["messages"])
                 await limit.acquire()
                 tasks.create_task(one(row))
+                if pause_s is not None:
+                    await asyncio.sleep(pause_s)
     return answered
 
 
@@ -203,6 +210,7 @@ async def async_batch_llm(path: str, url: str, in_flight: int, output: str) -> i
 
 PEERS: dict[str, Callable[[str, str, int, str], Awaitable[int]]] = {
     "aiohttp": naive_aiohttp,
+    "aiohttp-counting": counting_aiohttp,
     "cookbook": cookbook,
     "openai": openai_sdk,
     "openai-aiohttp": openai_aiohttp,

@@ -33,7 +33,8 @@ COUNTED = "batchrun, prompts counted"
 NAIVE = "aiohttp loop, keeps nothing"
 PEERS = {
     NAIVE: "aiohttp",
-    "cookbook-style loop, counts": "cookbook",
+    "aiohttp loop, counts, appends": "aiohttp-counting",
+    "cookbook-style loop": "cookbook",
     "openai SDK, keeps nothing": "openai",
     "openai SDK on aiohttp": "openai-aiohttp",
     "flexllm": "flexllm",
