@@ -8,10 +8,10 @@ from typing import Any
 
 from batchrun.records import Opened, Returned, Sent
 
-__all__ = ["Packed", "packing_figures"]
+__all__ = ["MONEY", "Packed", "packing_figures"]
 
-_MONEY = Context(prec=100)
-"""As wide as the rest of the fold's."""
+MONEY = Context(prec=100)
+"""Wide enough that no sum of prices is ever rounded; the default 28 digits would round one."""
 
 
 class Packed:
@@ -68,8 +68,8 @@ class Packed:
     def split(self, returned: Returned) -> None:
         """Takes a call into account that goes on as several."""
         self.split_calls += 1
-        self.split_usd = _MONEY.add(self.split_usd, returned.cost_usd or 0)
-        self.split_lost_usd = _MONEY.add(self.split_lost_usd, returned.lost_usd)
+        self.split_usd = MONEY.add(self.split_usd, returned.cost_usd or 0)
+        self.split_lost_usd = MONEY.add(self.split_lost_usd, returned.lost_usd)
 
     def dump(self) -> dict[str, Any]:
         """Returns the state as plain JSON types; money as strings."""
@@ -121,7 +121,7 @@ def packing_figures(
         "calls_repeated": repeated,
         "calls_split": packed.split_calls,
         "cost_usd": cost_usd,
-        "cost_one_by_one_usd": _MONEY.subtract(cost_usd, packed.split_usd),
+        "cost_one_by_one_usd": MONEY.subtract(cost_usd, packed.split_usd),
         "cost_lost_usd": packed.split_lost_usd,
         "rpm": rpm,
         "rpm_s": None if rpm is None else calls / rpm * 60,

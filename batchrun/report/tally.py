@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from decimal import Context, Decimal
+from decimal import Decimal
 from typing import Any
 
 from batchrun.records import (
@@ -22,7 +22,7 @@ from batchrun.records import (
     Usage,
 )
 from batchrun.report.histogram import Histogram
-from batchrun.report.packed import Packed
+from batchrun.report.packed import MONEY, Packed
 from batchrun.report.timeline import Timeline
 
 __all__ = ["ModelTally", "Tally"]
@@ -40,8 +40,6 @@ _MAX_IDS = 20
 _MAX_NOTES = 200
 _MAX_RUNS = 50
 
-_MONEY = Context(prec=100)
-"""Wide enough that no sum of prices is ever rounded; the default 28 digits would round one."""
 _NOTHING = Decimal(0)
 
 
@@ -216,11 +214,11 @@ class Tally:
         if settled.cost_usd is None:
             model.cost_unknown_rows += 1
         else:
-            model.cost_usd = _MONEY.add(model.cost_usd, settled.cost_usd)
+            model.cost_usd = MONEY.add(model.cost_usd, settled.cost_usd)
         if settled.lost_usd:
             self._lose(settled.lost_usd)
         if settled.saved_usd:
-            self.saved_usd = _MONEY.add(self.saved_usd, settled.saved_usd)
+            self.saved_usd = MONEY.add(self.saved_usd, settled.saved_usd)
         if settled.empty:
             self.empty += 1
         _count(self.finish_reasons, settled.finish_reason or "(none)")
@@ -264,7 +262,7 @@ class Tally:
         self.doubted += 1
         if doubted.resent:
             self.doubts_resent += 1
-        self.doubted_usd = _MONEY.add(self.doubted_usd, doubted.reserved_usd)
+        self.doubted_usd = MONEY.add(self.doubted_usd, doubted.reserved_usd)
         if len(self.doubted_ids) < _MAX_IDS:
             self.doubted_ids.append(doubted.custom_id[:_MAX_NAME])
 
@@ -280,15 +278,15 @@ class Tally:
             self.wasted_tokens += usage.input_tokens + usage.output_tokens
         if cost_usd:
             model = self._model(name)
-            model.cost_usd = _MONEY.add(model.cost_usd, cost_usd)
-            self.wasted_usd = _MONEY.add(self.wasted_usd, cost_usd)
+            model.cost_usd = MONEY.add(model.cost_usd, cost_usd)
+            self.wasted_usd = MONEY.add(self.wasted_usd, cost_usd)
             self.wasted_sends += 1
         if lost_usd:
             self._lose(lost_usd)
 
     def _lose(self, lost_usd: Decimal) -> None:
         self.lost_sends += 1
-        self.lost_usd = _MONEY.add(self.lost_usd, lost_usd)
+        self.lost_usd = MONEY.add(self.lost_usd, lost_usd)
 
     def _model(self, name: str) -> ModelTally:
         if name not in self.models:
@@ -358,7 +356,7 @@ class Tally:
     @property
     def spent_usd(self) -> Decimal:
         """What counts as spent: the known cost, and every reservation whose send may have been billed."""
-        return _MONEY.add(_MONEY.add(self.cost_usd, self.lost_usd), self.doubted_usd)
+        return MONEY.add(MONEY.add(self.cost_usd, self.lost_usd), self.doubted_usd)
 
     @property
     def cost_unknown_rows(self) -> int:
@@ -368,7 +366,7 @@ class Tally:
     def _sum(self, name: str) -> Decimal:
         total = _NOTHING
         for model in self.models.values():
-            total = _MONEY.add(total, getattr(model, name))
+            total = MONEY.add(total, getattr(model, name))
         return total
 
     # ---------------------------------------------------------------- kept

@@ -5,8 +5,9 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Iterator
 
-from batchrun.intake.prefixes import LEAST_BYTES, Key, Shared, group, key_of
+from batchrun.intake.prefixes import Key, Shared, group, key_of
 from batchrun.records import Row
+from batchrun.run.source import scratch
 
 __all__ = ["Prefixes"]
 
@@ -22,16 +23,14 @@ class Prefixes:
     def add(self, row: Row) -> None:
         """Takes a row in."""
         self._bytes += len(row.body)
-        if len(row.body) >= LEAST_BYTES and (key := key_of(row)) is not None:
+        if (key := key_of(row)) is not None:
             self._pending.append(key)
             if len(self._pending) >= 4096:
                 self._flush()
 
     def _flush(self) -> sqlite3.Connection:
         if self._db is None:
-            self._db = sqlite3.connect("")  # a private file, deleted with the connection
-            self._db.execute("PRAGMA journal_mode=OFF")
-            self._db.execute("PRAGMA synchronous=OFF")
+            self._db = scratch()
             self._db.execute("CREATE TABLE key (chain BLOB, line INTEGER, model TEXT, bytes INTEGER)")
             self._db.execute("CREATE TABLE member (place INTEGER PRIMARY KEY, line INTEGER, path TEXT)")
         self._db.executemany("INSERT INTO key VALUES (?,?,?,?)", self._pending)

@@ -208,7 +208,7 @@ def unsent(
 def invalid(bad: BadRow, row_json: bytes, at: float) -> Settled:
     """Returns the operation that settles a bad line as a failed row."""
     custom_id = bad.custom_id or f"line-{bad.line}"
-    return unsent(bad.line, custom_id, row_json, "invalid", bad.why, sends=0, lost=Decimal(0), at=at)
+    return unsent(bad.line, custom_id, row_json, "invalid", bad.why, sends=0, lost=_NOTHING, at=at)
 
 
 def returned(

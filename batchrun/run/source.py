@@ -20,7 +20,7 @@ from batchrun.intake.shapes import Shaper
 from batchrun.records import BadRow, Chunk, Line, Row
 from batchrun.run.view import View, storage_error
 
-__all__ = ["Indexer", "RowReader", "Scan", "Seen", "repeated", "scan"]
+__all__ = ["Indexer", "RowReader", "Scan", "Seen", "repeated", "scan", "scratch"]
 
 _ENTRY = struct.Struct("<IB8s")
 _LENGTHS = struct.Struct("<I9x")
@@ -62,13 +62,19 @@ class Scan:
             del self.bad[_SHOWN:]
 
 
+def scratch() -> sqlite3.Connection:
+    """Opens a database of this process alone: SQLite puts it on disk where it grows, and deletes it on closing."""
+    db = sqlite3.connect("")
+    for pragma in ("journal_mode=OFF", "synchronous=OFF"):
+        db.execute(f"PRAGMA {pragma}")
+    return db
+
+
 class _Ids:
     """Finds repeated ids in flat memory: SQLite's sorter spills to disk, and costs a tenth of a unique index."""
 
     def __init__(self) -> None:
-        self._db = sqlite3.connect("")  # a private file, deleted with the connection
-        self._db.execute("PRAGMA journal_mode=OFF")
-        self._db.execute("PRAGMA synchronous=OFF")
+        self._db = scratch()
         self._db.execute("CREATE TABLE ids (line INTEGER PRIMARY KEY, hash INTEGER, id TEXT, offset INTEGER)")
         self._pending: list[tuple[int, int, str, int]] = []
 
@@ -105,9 +111,9 @@ class Seen:
     """
 
     def __init__(self) -> None:
-        self._db = sqlite3.connect("", isolation_level=None)
-        for pragma in ("journal_mode=OFF", "synchronous=OFF", "cache_size=-32000"):
-            self._db.execute(f"PRAGMA {pragma}")
+        self._db = scratch()
+        self._db.isolation_level = None
+        self._db.execute("PRAGMA cache_size=-32000")
         self._db.execute("CREATE TABLE ids (digest BLOB PRIMARY KEY, line INTEGER) WITHOUT ROWID")
         self._db.execute("BEGIN")  # for good: nothing is to be kept
 
