@@ -8,6 +8,8 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from decimal import Decimal
 from pathlib import Path
@@ -30,8 +32,10 @@ def job(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.fixture
-def store(job: Path) -> Iterator[Store]:
+@pytest.fixture(params=["quick disk", "slow disk"])
+def store(job: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+    if request.param == "slow disk":
+        monkeypatch.setattr("batchrun.run.store._QUICK_S", 0.0)  # none is quick enough
     opened = Store(job, Tally())
     yield opened
     opened.close()
@@ -117,6 +121,73 @@ def test_more_rows_than_one_statement_takes_are_all_kept(store: Store) -> None:
     commit(store, [settled(line, b"%d" % line) for line in range(1, 2_223)])
     assert store.settled(up_to_line=5_000) == (2_222, 0)
     assert list(store.records("all")) == [b"%d" % line for line in range(1, 2_223)]
+
+
+def test_the_loop_commits_while_the_disk_is_quick_and_goes_on_with_its_work_where_it_is_slow(
+    job: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = True
+    writers: list[str] = []
+
+    def disk(place: str) -> None:
+        if place == "commit":
+            writers.append(threading.current_thread().name)
+            time.sleep(0.02 if slow else 0.0)
+
+    monkeypatch.setattr("batchrun.run.store._QUICK_S", 0.01)
+    monkeypatch.setattr("batchrun.run.store.reached", disk)
+    store = Store(job, Tally())
+    rounds: list[int] = []  # of the loop, during each commit
+
+    async def run() -> None:
+        nonlocal slow
+        loop = asyncio.get_running_loop()
+        store.start(loop)
+        for line in range(1, 81):
+            slow = line <= 40
+            done = store.commit([sent(line)])
+            rounds.append(0)
+            while not done.done():
+                rounds[-1] += 1
+                await asyncio.sleep(0.001)
+        store.stop()
+
+    asyncio.run(run())
+    store.close()
+    here, there = writers.index("batchrun-store"), 80 - writers[::-1].index("batchrun-store")
+    assert 0 < here < 40, "some slow commits tell it; a single one does not"
+    assert set(writers[here:there]) == {"batchrun-store"}
+    assert set(writers[there:]) == {"MainThread"}, "quick ones tell it too"
+    assert there < 70
+    assert max(rounds[:here]) == 1
+    assert min(rounds[here:40]) > 1
+
+
+def test_what_takes_long_to_write_is_left_to_the_thread(job: Path) -> None:
+    writers: list[str] = []
+
+    class Named(Tally):
+        def add(self, operation: Operation) -> None:
+            writers.append(threading.current_thread().name)
+            super().add(operation)
+
+    store = Store(job, Named())
+    commit(store, [settled(line) for line in range(1, 1_001)])
+    store.close()
+    assert writers == ["batchrun-store"] * 1_000
+
+
+def test_what_a_round_of_the_loop_gives_is_one_transaction_in_the_order_of_giving(store: Store) -> None:
+    seen: list[str] = []
+    store._write.set_trace_callback(seen.append)
+    assert commit(store, [sent(1)], [settled(1, b"first")], [settled(1, b"second")], [sent(2)]) == [None] * 4
+    store._write.set_trace_callback(None)
+    assert [statement for statement in seen if statement in ("BEGIN IMMEDIATE", "COMMIT")] == [
+        "BEGIN IMMEDIATE",
+        "COMMIT",
+    ]
+    assert list(store.records("all")) == [b"first"]
+    assert [intent.line for intent in store.intents()] == [2]
 
 
 def test_the_kept_fold_is_that_of_the_operations_committed(store: Store, job: Path) -> None:

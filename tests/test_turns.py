@@ -5,12 +5,12 @@ import asyncio
 from batchrun.run.turns import Turns
 
 
-def crowd(most: int, size: int, *, cancelled: frozenset[int] = frozenset()) -> list[int]:
+def crowd(few: int, size: int, *, cancelled: frozenset[int] = frozenset()) -> list[int]:
     """Returns in which round of the loop each of a crowd that asks in one round got its turn, in their order."""
 
     async def main() -> list[int]:
         loop = asyncio.get_running_loop()
-        turns = Turns(loop, most)
+        turns = Turns(loop, few)
         now = 0
 
         def count() -> None:
@@ -40,13 +40,18 @@ def test_a_crowd_gets_its_turns_a_few_a_round_in_the_order_of_asking():
     assert [rounds.count(number) for number in dict.fromkeys(rounds)] == [4, 4, 3]
 
 
+def test_of_a_great_crowd_half_have_their_turn_in_each_round():
+    rounds = crowd(4, 104)
+    assert [rounds.count(number) for number in dict.fromkeys(rounds)] == [4, 50, 25, 12, 6, 4, 3]
+
+
 def test_a_few_do_not_wait():
     assert crowd(4, 4) == [0, 0, 0, 0]
 
 
 def test_who_has_left_takes_no_turn():
     rounds = crowd(2, 8, cancelled=frozenset({2, 3, 6}))
-    assert [rounds.count(number) for number in dict.fromkeys(rounds)] == [2, 2, 1]
+    assert [rounds.count(number) for number in dict.fromkeys(rounds)] == [2, 3]
 
 
 def test_what_is_ready_to_be_sent_goes_before_the_rest_of_the_crowd_is_read():

@@ -54,7 +54,7 @@ from batchrun.run.turns import Turns
 __all__ = ["Client", "Counters", "Engine"]
 
 _REPLIES_A_ROUND = 4
-"""Replies that are taken up in one round of the loop."""
+"""Replies that are taken up in one round of the loop, where no crowd waits."""
 
 _TICK_S = 0.2
 """Progress is refreshed this often."""

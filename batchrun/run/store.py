@@ -1,4 +1,8 @@
-"""The job's one truth: a SQLite file, with one writer on a thread of its own.
+"""The job's one truth: a SQLite file with one writer, which is the event loop while the disk is quick.
+
+A commit takes a fraction of a millisecond where the disk is a good one, and one or two where it is handed to a thread
+and back: each statement gives the interpreter's lock away and asks a busy loop for it again. So the loop commits what
+one of its rounds gave. Where the disk takes longer than that, or there is much to write, a thread waits for it.
 
 What must hold, whatever happens to the process or the machine:
 
@@ -23,6 +27,7 @@ import contextlib
 import queue
 import sqlite3
 import threading
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -54,7 +59,11 @@ CREATE TABLE record (line INTEGER PRIMARY KEY, data BLOB);
 """
 
 _GROUP = 2_000
-"""Most operations in one transaction: bounds the wait of the first of them."""
+"""Nothing is added to a transaction of so many operations: bounds the wait of the first of them."""
+_QUICK_S = 0.002
+"""The loop itself waits for a disk that makes a commit durable in less, on the average of about the last sixteen."""
+_SMALL = 256
+"""Most operations that the loop writes itself: some milliseconds' work."""
 _AT_ONCE = 64
 """Most rows in one statement. SQLite keeps the prepared ones of every length: five kinds of them."""
 
@@ -90,8 +99,14 @@ class Store(View):
         self.fold = fold
         self._empty = fold.dump()
         self._load_fold()
-        self._queue: queue.SimpleQueue[_Entry | None] = queue.SimpleQueue()
+        self._given: list[_Entry] = []
+        """What this round of the loop has given."""
+        self._queue: queue.SimpleQueue[list[_Entry] | None] = queue.SimpleQueue()
+        """To the thread: what rounds gave; None for the end."""
+        self._queued = 0
+        """Entries that the thread has, and the loop has not heard of again."""
         self._thread: threading.Thread | None = None
+        self._commit_s = 0.0
         self._failure: BatchrunError | None = None
 
     def _load_fold(self) -> None:
@@ -106,8 +121,11 @@ class Store(View):
             self._write.execute("BEGIN IMMEDIATE")
             try:
                 yield self._write
+                began = time.perf_counter()
                 reached("commit")
                 self._write.execute("COMMIT")
+                took = min(time.perf_counter() - began, 4 * _QUICK_S)  # one hiccup of a disk says little of it
+                self._commit_s += (took - self._commit_s) / 16
                 reached("committed")
             except BaseException:
                 self.fold.load(self._kept)
@@ -165,7 +183,7 @@ class Store(View):
             self.add(db, operations)
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Starts the writer thread; ``commit`` may be called from ``loop`` from now on."""
+        """Makes ready for ``commit``, which may be called from ``loop`` from now on."""
         self._loop = loop
         self._thread = threading.Thread(target=self._run, name="batchrun-store", daemon=True)
         self._thread.start()
@@ -173,12 +191,35 @@ class Store(View):
     def commit(self, operations: Sequence[Operation]) -> asyncio.Future[None]:
         """Returns a future that is done once the operations are durable, or holds BatchrunError(74)."""
         future = self._loop.create_future()
-        self._queue.put((operations, future))
+        if not self._given:
+            self._loop.call_soon(self._write_given)
+        self._given.append((operations, future))
         return future
 
+    def _write_given(self) -> None:
+        """Commits what the last round of the loop gave, here or on the thread."""
+        group, self._given = self._given, []
+        if not group:
+            return
+        if self._queued == 0 and self._commit_s < _QUICK_S and _size(group) <= _SMALL:
+            self._tell(group, self._commit_group(group))
+        else:
+            self._queued += len(group)
+            self._queue.put(group)
+
+    def _tell(self, group: Sequence[_Entry], failure: BatchrunError | None) -> None:
+        for _, future in group:
+            if future.done():  # its waiter was cancelled
+                continue
+            if failure is None:
+                future.set_result(None)
+            else:
+                future.set_exception(failure)
+
     def stop(self) -> None:
-        """Commits what was given and ends the writer thread."""
+        """Commits what was given and ends the thread."""
         if self._thread is not None:
+            self._write_given()
             self._queue.put(None)
             self._thread.join()
             self._thread = None
@@ -214,26 +255,32 @@ class Store(View):
         return True
 
     def _run(self) -> None:
-        """The writer thread: one transaction for all that has queued up while the last one was being synced."""
+        """The thread: one transaction for all that has queued up while the last one was being synced."""
         closing = False
         while not closing:
             group: list[_Entry] = []
-            size = 0
-            entry = self._queue.get()
-            while entry is not None:
-                group.append(entry)
-                size += len(entry[0])
-                if size >= _GROUP:
+            given = self._queue.get()
+            while given is not None:
+                group += given
+                if _size(group) >= _GROUP:
                     break
                 try:
-                    entry = self._queue.get_nowait()
+                    given = self._queue.get_nowait()
                 except queue.Empty:
                     break
-            closing = entry is None
+            closing = given is None
             if group:
-                self._commit_group(group)
+                failure = self._commit_group(group)
+                with contextlib.suppress(RuntimeError):  # the loop is gone: nobody waits any more
+                    self._loop.call_soon_threadsafe(self._written, group, failure)
 
-    def _commit_group(self, group: list[_Entry]) -> None:
+    def _written(self, group: Sequence[_Entry], failure: BatchrunError | None) -> None:
+        """The loop hears of what the thread has done."""
+        self._queued -= len(group)
+        self._tell(group, failure)
+
+    def _commit_group(self, group: Sequence[_Entry]) -> BatchrunError | None:
+        """Commits a group, unless an earlier one failed. Returns why it is not durable, or None."""
         if self._failure is None:
             try:
                 self.apply([operation for operations, _ in group for operation in operations])
@@ -241,13 +288,11 @@ class Store(View):
                 self._failure = error
             except Exception as error:  # noqa: BLE001 - whatever it is, nothing may be sent after it
                 self._failure = storage_error(error)
-        failure = self._failure
-        with contextlib.suppress(RuntimeError):  # the loop is gone: nobody waits any more
-            self._loop.call_soon_threadsafe(_resolve, [future for _, future in group], failure)
+        return self._failure
 
     def add(self, db: sqlite3.Connection, operations: Sequence[Operation]) -> None:
         """Adds operations as part of a transaction."""
-        # By kind, not one by one: a statement a row would pass the interpreter lock to and fro with the event loop.
+        # By kind, not one by one: few statements are quicker, and on the thread each gives the interpreter's lock away.
         # Within a group, a row's send that also ended is no intent any more.
         settled: dict[int, Settled] = {}
         returned: dict[int, Returned] = {}
@@ -312,18 +357,12 @@ class Store(View):
 _Entry = tuple[Sequence[Operation], "asyncio.Future[None]"]
 
 
-def _resolve(futures: Sequence[asyncio.Future[None]], failure: BatchrunError | None) -> None:
-    for future in futures:
-        if future.done():  # its waiter was cancelled
-            continue
-        if failure is None:
-            future.set_result(None)
-        else:
-            future.set_exception(failure)
+def _size(group: Sequence[_Entry]) -> int:
+    return sum(len(operations) for operations, _ in group)
 
 
 def _write_many(db: sqlite3.Connection, head: str, one: str, tail: str, rows: Sequence[tuple[Any, ...]]) -> None:
-    """Writes rows in as few statements as can be: at each the interpreter's lock is given up and asked for again."""
+    """Writes rows in as few statements as can be."""
     for start in range(0, len(rows), _AT_ONCE):
         piece = rows[start : start + _AT_ONCE]
         db.execute(head + ",".join([one] * len(piece)) + tail, [value for row in piece for value in row])

@@ -301,7 +301,7 @@ def answer(fate: str, line: int) -> HttpResponse | Fault:
 
 
 class LoopStore(Store):
-    """A store whose writer is no thread but a callback, some milliseconds later; the dead commit nothing."""
+    """A store that commits some milliseconds later; the dead commit nothing."""
 
     world: World
 
@@ -323,7 +323,7 @@ class LoopStore(Store):
         group, self._waiting = self._waiting, []
         with suppress(Killed):
             if group and not self.world.dead:
-                self._commit_group(group)
+                self._tell(group, self._commit_group(group))
                 return
         for _, future in group:
             if not future.done():
