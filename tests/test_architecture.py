@@ -77,11 +77,20 @@ def test_providers_do_not_import_each_other() -> None:
         assert not {other for other in families - {name} if f"batchrun.providers.{other}" in names}
 
 
+def loaded_by(module: str) -> set[str]:
+    """Returns the packages that are loaded once ``module`` is."""
+    code = f"import sys, {module}; print(*(name.split('.')[0] for name, module in sys.modules.items() if module))"
+    return set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split())
+
+
+def test_a_client_of_http_does_not_load_the_command_line_of_its_library() -> None:
+    assert "httpx" in (loaded := loaded_by("batchrun.run.transport"))
+    assert not loaded & {"click", "pygments", "rich"}
+
+
 @pytest.mark.parametrize("module", ["batchrun.cli", "batchrun.job.standing"])
 def test_what_answers_at_once_imports_nothing_heavy(module: str) -> None:
-    code = f"import sys, {module}; print(*sorted({{name.split('.')[0] for name in sys.modules}}))"
-    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    assert not set(loaded) & {"httpx", "tiktoken", "genai_prices", "jinja2", "uvloop", "zstandard", "pydantic"}
+    assert not loaded_by(module) & {"httpx", "tiktoken", "genai_prices", "jinja2", "uvloop", "zstandard", "pydantic"}
 
 
 def test_one_module_alone_speaks_http_and_one_alone_speaks_sql() -> None:
