@@ -81,12 +81,17 @@ def measure(command: Sequence[str], rows: int) -> Figures:
 
 
 def in_turn(commands: Mapping[str, Sequence[str]], rows: int, rounds: int, *kept: Path) -> dict[str, list[Figures]]:
-    """Measures every command once a round; what an earlier one left in the folders ``kept`` is removed before."""
+    """Measures every command once a round.
+
+    What an earlier one left in the folders ``kept`` is removed before, and what it left unwritten is written: a disk
+    that is still busy with the last contender would make the next one slow.
+    """
     figures: dict[str, list[Figures]] = {name: [] for name in commands}
     for _ in range(rounds):
         for name, command in commands.items():
             for path in (path for folder in kept for path in folder.glob("kept*")):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
+            os.sync()
             figures[name].append(measure(command, rows))
     return figures
 
