@@ -62,8 +62,9 @@ _GROUP = 2_000
 """Nothing is added to a transaction of so many operations: bounds the wait of the first of them."""
 _QUICK_S = 0.002
 """The loop itself waits for a disk that makes a commit durable in less, on the average of about the last sixteen."""
-_SMALL = 256
-"""Most operations that the loop writes itself: some milliseconds' work."""
+_SMALL = 128
+"""Most operations that the loop writes itself. More come together only where it is short of time: then a thread's work
+beside it (half of a commit needs no interpreter) is worth more than what handing over costs."""
 _AT_ONCE = 64
 """Most rows in one statement. SQLite keeps the prepared ones of every length: five kinds of them."""
 
