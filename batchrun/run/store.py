@@ -186,6 +186,7 @@ class Store(View):
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Makes ready for ``commit``, which may be called from ``loop`` from now on."""
         self._loop = loop
+        self._commit_s = 0.0  # what an ingest wrote at once says nothing of it
         self._thread = threading.Thread(target=self._run, name="batchrun-store", daemon=True)
         self._thread.start()
 
