@@ -107,7 +107,7 @@ bench-peers: $(PEERS) $(RUNNERS)/installed
 	$(BIN)/python tests/bench/throughput.py --peers $(RUNNERS)/bin/python --in-flight 1000 --out build/bench/peers.json
 
 bench-scale: $(DEV)
-	$(BIN)/python tests/bench/scale.py $(if $(ROWS),--rows $(ROWS))
+	$(BIN)/python tests/bench/scale.py $(if $(ROWS),--rows $(ROWS)) $(if $(HALF),--half)
 
 bench-regress: $(PEERS)
 	$(BIN)/python tests/bench/regress.py
