@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import pytest
 
 from batchrun.errors import BatchrunError, Exit
-from batchrun.records import Doubted, Operation, Reopened
+from batchrun.records import Chunk, Doubted, Indexed, Operation, Reopened
 from batchrun.report.tally import Tally
 from batchrun.run.files import JobLock, make_private_dir, replace_file
 from batchrun.run.store import Store
@@ -147,7 +147,7 @@ def test_the_loop_commits_while_the_disk_is_quick_and_goes_on_with_its_work_wher
     async def run() -> None:
         nonlocal slow
         store.start(asyncio.get_running_loop())
-        for line in range(1, 81):
+        for line in range(1, 121):
             slow = line <= 40
             done = store.commit([sent(line)])
             rounds.append(0)
@@ -161,26 +161,101 @@ def test_the_loop_commits_while_the_disk_is_quick_and_goes_on_with_its_work_wher
 
     asyncio.run(run())
     store.close()
-    here, there = writers.index("batchrun-store"), 80 - writers[::-1].index("batchrun-store")
-    assert 1 < here < 10, "a single slow commit says little, a few tell it"
+    here, there = writers.index("batchrun-store"), 120 - writers[::-1].index("batchrun-store")
+    assert 1 < here < 10, "a few slow commits tell it"
     assert set(writers[here:there]) == {"batchrun-store"}
     assert set(writers[there:]) == {"MainThread"}, "quick ones tell it too"
-    assert 40 < there < 70
+    assert 40 < there < 100
     assert set(rounds[:here] + rounds[there:]) == {1}
 
 
-def test_what_takes_long_to_write_is_left_to_the_thread(job: Path) -> None:
+@pytest.mark.parametrize(
+    ("operations", "writer"),
+    [
+        ([settled(line) for line in range(1, 101)], "MainThread"),
+        ([settled(line) for line in range(1, 1_001)], "batchrun-store"),
+        ([settled(1, b"x" * 2_000_000)], "batchrun-store"),
+        ([Indexed(Chunk(1, 0, 2, 1, 1, bytes(13)), ((1, 5),))], "batchrun-store"),
+    ],
+    ids=["little", "many", "large", "lines that arrived"],
+)
+def test_what_takes_long_to_write_is_left_to_the_thread(
+    job: Path, monkeypatch: pytest.MonkeyPatch, operations: list[Operation], writer: str
+) -> None:
     writers: list[str] = []
+    monkeypatch.setattr("batchrun.run.store.time", SimpleNamespace(perf_counter=lambda: 0.0))
+    store = Store(job, Tally())
+    monkeypatch.setattr(
+        "batchrun.run.store.reached",
+        lambda place: writers.append(threading.current_thread().name) if place == "commit" else None,
+    )
 
-    class Named(Tally):
-        def add(self, operation: Operation) -> None:
-            writers.append(threading.current_thread().name)
-            super().add(operation)
+    async def run() -> None:
+        store.start(asyncio.get_running_loop())
+        await store.commit(operations)
+        store.stop()
 
-    store = Store(job, Named())
-    commit(store, [settled(line) for line in range(1, 1_001)])
+    asyncio.run(run())
     store.close()
-    assert writers == ["batchrun-store"] * 1_000
+    assert writers == [writer]
+
+
+def test_the_loop_writes_nothing_while_the_thread_does(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writers: list[str] = []
+    entered, gate = threading.Event(), threading.Event()
+
+    def disk(place: str) -> None:
+        if place == "commit":
+            writers.append(threading.current_thread().name)
+            if len(writers) == 1:
+                entered.set()
+                assert gate.wait(30)
+
+    monkeypatch.setattr("batchrun.run.store.time", SimpleNamespace(perf_counter=lambda: 0.0))
+    store = Store(job, Tally())
+    monkeypatch.setattr("batchrun.run.store.reached", disk)
+
+    async def run() -> None:
+        store.start(asyncio.get_running_loop())
+        many = store.commit([settled(line) for line in range(1, 200)])
+        assert await asyncio.to_thread(entered.wait, 30)
+        one = store.commit([sent(500)])
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert not one.done()
+        gate.set()
+        await asyncio.gather(many, one)
+        await store.commit([sent(501)])
+        store.stop()
+
+    asyncio.run(run())
+    assert writers == ["batchrun-store", "batchrun-store", "MainThread"]
+    assert [intent.line for intent in store.intents()] == [500, 501]
+    assert store.settled(up_to_line=500) == (199, 0)
+    store.close()
+
+
+def test_a_round_that_gives_much_is_written_in_pieces(store: Store) -> None:
+    seen: list[str] = []
+    store._write.set_trace_callback(seen.append)
+    calls: list[list[Operation]] = [[sent(2_048 * call + row) for row in range(1, 2_049)] for call in range(4)]
+    assert commit(store, *calls) == [None] * 4
+    store._write.set_trace_callback(None)
+    assert seen.count("COMMIT") == 4  # nobody waits for more than two thousand of the others'
+    assert len(store.intents()) == 4 * 2_048
+
+
+def test_a_store_is_closed_though_the_loop_is_gone(job: Path) -> None:
+    store = Store(job, Tally())
+
+    loop = asyncio.new_event_loop()
+    store.start(loop)
+    store.commit([settled(1)]).add_done_callback(lambda _: None)
+    loop.close()
+    store.close()
+    view = View(job)
+    assert view.settled(up_to_line=1) == (1, 0)
+    view.close()
 
 
 def test_what_a_round_of_the_loop_gives_is_one_transaction_in_the_order_of_giving(store: Store) -> None:

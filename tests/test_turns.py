@@ -5,7 +5,7 @@ import asyncio
 from batchrun.run.turns import Turns
 
 
-def crowd(few: int, size: int, *, cancelled: frozenset[int] = frozenset()) -> list[int]:
+def crowd(few: int, size: int, *, cancelled: frozenset[int] = frozenset(), rows: int = 1) -> list[int]:
     """Returns in which round of the loop each of a crowd that asks in one round got its turn, in their order."""
 
     async def main() -> list[int]:
@@ -19,7 +19,7 @@ def crowd(few: int, size: int, *, cancelled: frozenset[int] = frozenset()) -> li
             loop.call_soon(count)
 
         async def ask() -> int:
-            if (turn := turns.next()) is not None:
+            if (turn := turns.next(rows)) is not None:
                 await turn
             return now
 
@@ -43,6 +43,11 @@ def test_a_crowd_gets_its_turns_a_few_a_round_in_the_order_of_asking():
 def test_of_a_great_crowd_half_have_their_turn_in_each_round():
     rounds = crowd(4, 104)
     assert [rounds.count(number) for number in dict.fromkeys(rounds)] == [4, 50, 25, 12, 6, 4, 3]
+
+
+def test_a_reply_with_many_rows_is_a_round_by_itself_however_great_the_crowd():
+    rounds = crowd(4, 9, rows=2_048)
+    assert rounds == sorted(set(rounds))
 
 
 def test_a_few_do_not_wait():

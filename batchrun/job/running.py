@@ -272,7 +272,8 @@ class Run:
                 self.told_rpm = schedule.told_rpm
 
         usual, usual_interval = gc.get_threshold(), sys.getswitchinterval()
-        # The writer thread needs the interpreter for moments; at the usual 5 ms it would wait longer than it works.
+        # Other threads (store, feeding, counting) need the interpreter for moments; at the usual 5 ms they would wait
+        # longer than they work.
         sys.setswitchinterval(0.0003)
         gc.freeze()  # what was imported lives on: spare the collector walking it
         gc.set_threshold(20_000, 10, 10)  # rows come and go without cycles: looking for some took 8% of the loop

@@ -53,8 +53,8 @@ from batchrun.run.turns import Turns
 
 __all__ = ["Client", "Counters", "Engine"]
 
-_REPLIES_A_ROUND = 4
-"""Replies that are taken up in one round of the loop, where no crowd waits."""
+_ROWS_A_ROUND = 4
+"""Answers that are taken up in one round of the loop, where no crowd waits."""
 
 _TICK_S = 0.2
 """Progress is refreshed this often."""
@@ -189,7 +189,7 @@ class Engine:
         loop = self._loop = asyncio.get_running_loop()
         self._finished = anyio.Event()
         self._hungry = anyio.Event()
-        self._turns = Turns(loop, _REPLIES_A_ROUND)
+        self._turns = Turns(loop, _ROWS_A_ROUND)
         self._started = self._sampled = self._clock()
         self._rates.note(self._started, self._counters)
         self._sample_base = replace(self._counters)
@@ -337,7 +337,7 @@ class Engine:
             answer = await self._client.send(request, self._timeout_s)
             reached("reply")
             ended = self._clock()
-            if (turn := self._turns.next()) is not None:
+            if (turn := self._turns.next(len(call.rows))) is not None:
                 await turn
             if isinstance(answer, Fault):
                 result: Reply | Fault = self._redactor.fault(answer)

@@ -1,8 +1,8 @@
-"""The job's one truth: a SQLite file with one writer, which is the event loop while the disk is quick.
+"""The job's one truth: a SQLite file with one writer at a time: the event loop for what is soon done, else a thread.
 
-A commit takes a fraction of a millisecond where the disk is a good one, and one or two where it is handed to a thread
-and back: each statement gives the interpreter's lock away and asks a busy loop for it again. So the loop commits what
-one of its rounds gave. Where the disk takes longer than that, or there is much to write, a thread waits for it.
+A small commit takes a fraction of a millisecond where the disk is a good one, and one or two where it is handed to a
+thread and back: each statement gives the interpreter's lock away and asks a busy loop for it again. So the loop itself
+commits what one of its rounds gave, if that is little and the disk has been quick. All else is the thread's.
 
 What must hold, whatever happens to the process or the machine:
 
@@ -61,10 +61,12 @@ CREATE TABLE record (line INTEGER PRIMARY KEY, data BLOB);
 _GROUP = 2_000
 """Nothing is added to a transaction of so many operations: bounds the wait of the first of them."""
 _QUICK_S = 0.002
-"""The loop itself waits for a disk that makes a commit durable in less, on the average of about the last sixteen."""
+"""The loop waits only for a disk on which a COMMIT takes less, on the average of about the last sixteen."""
 _SMALL = 128
 """Most operations that the loop writes itself. More come together only where it is short of time: then a thread's work
-beside it (half of a commit needs no interpreter) is worth more than what handing over costs."""
+beside it is worth more than what handing over costs."""
+_SMALL_BYTES = 1024 * 1024
+"""Most bytes of records that the loop writes itself."""
 _AT_ONCE = 64
 """Most rows in one statement. SQLite keeps the prepared ones of every length: five kinds of them."""
 
@@ -125,8 +127,7 @@ class Store(View):
                 began = time.perf_counter()
                 reached("commit")
                 self._write.execute("COMMIT")
-                took = min(time.perf_counter() - began, 4 * _QUICK_S)  # one hiccup of a disk says little of it
-                self._commit_s += (took - self._commit_s) / 16
+                self._commit_s += (time.perf_counter() - began - self._commit_s) / 16
                 reached("committed")
             except BaseException:
                 self.fold.load(self._kept)
@@ -179,7 +180,7 @@ class Store(View):
         self.fold.load(self._empty)
 
     def apply(self, operations: Sequence[Operation]) -> None:
-        """Commits operations on the caller's thread; only while the writer does not run."""
+        """Commits operations on the caller's thread; between ``start`` and ``stop``, ``commit`` is what to call."""
         with self.transaction() as db:
             self.add(db, operations)
 
@@ -203,11 +204,24 @@ class Store(View):
         group, self._given = self._given, []
         if not group:
             return
-        if self._queued == 0 and self._commit_s < _QUICK_S and _size(group) <= _SMALL:
+        if self._queued == 0 and self._commit_s < _QUICK_S and _is_small(group):
             self._tell(group, self._commit_group(group))
         else:
-            self._queued += len(group)
-            self._queue.put(group)
+            self._hand_over(group)
+
+    def _hand_over(self, group: Sequence[_Entry]) -> None:
+        """Gives a group to the thread, in pieces of which each is enough for a transaction."""
+        self._queued += len(group)
+        piece: list[_Entry] = []
+        size = 0
+        for entry in group:
+            piece.append(entry)
+            size += len(entry[0])
+            if size >= _GROUP:
+                self._queue.put(piece)
+                piece, size = [], 0
+        if piece:
+            self._queue.put(piece)
 
     def _tell(self, group: Sequence[_Entry], failure: BatchrunError | None) -> None:
         for _, future in group:
@@ -221,7 +235,8 @@ class Store(View):
     def stop(self) -> None:
         """Commits what was given and ends the thread."""
         if self._thread is not None:
-            self._write_given()
+            group, self._given = self._given, []
+            self._hand_over(group)
             self._queue.put(None)
             self._thread.join()
             self._thread = None
@@ -261,10 +276,12 @@ class Store(View):
         closing = False
         while not closing:
             group: list[_Entry] = []
+            size = 0
             given = self._queue.get()
             while given is not None:
                 group += given
-                if _size(group) >= _GROUP:
+                size += sum(len(operations) for operations, _ in given)
+                if size >= _GROUP:
                     break
                 try:
                     given = self._queue.get_nowait()
@@ -359,8 +376,18 @@ class Store(View):
 _Entry = tuple[Sequence[Operation], "asyncio.Future[None]"]
 
 
-def _size(group: Sequence[_Entry]) -> int:
-    return sum(len(operations) for operations, _ in group)
+def _is_small(group: Sequence[_Entry]) -> bool:
+    """Says whether a group is written in moments. Lines that arrived are not: they bring what cannot be told."""
+    if sum(len(operations) for operations, _ in group) > _SMALL:
+        return False
+    size = 0
+    for operations, _ in group:
+        for operation in operations:
+            if isinstance(operation, Settled):
+                size += len(operation.record)
+            elif isinstance(operation, Indexed):
+                return False
+    return size <= _SMALL_BYTES
 
 
 def _write_many(db: sqlite3.Connection, head: str, one: str, tail: str, rows: Sequence[tuple[Any, ...]]) -> None:
