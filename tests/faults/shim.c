@@ -2,6 +2,7 @@
  *
  * SHIM_UNDER  a directory: only calls on files under it count
  * SHIM_FAIL   sync:N or write:N, the N-th such call and all later ones fail with EIO; :once, that one only
+ * SHIM_SLOW   milliseconds that each sync takes at least
  * SHIM_LOG    a file that gets a line for each event, in order: "P" a POST goes to a socket, "X path" a call was failed,
  *             "S path" a file was synced, "T path size" was cut, "W path offset length" was written; with SHIM_DATA
  *             set, the bytes follow that line
@@ -25,14 +26,15 @@
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 static const char *under;
 static int log_fd = -1, with_data, fails_syncs, fails_writes, once;
-static long fail_at, syncs, writes;
+static long fail_at, syncs, writes, slow_ms;
 
 #define REAL(name) ((__typeof__(&name))dlsym(RTLD_NEXT, #name))
 
 __attribute__((constructor)) static void start(void) {
-    const char *fail = getenv("SHIM_FAIL"), *path = getenv("SHIM_LOG");
+    const char *fail = getenv("SHIM_FAIL"), *path = getenv("SHIM_LOG"), *slow = getenv("SHIM_SLOW");
     under = getenv("SHIM_UNDER");
     with_data = getenv("SHIM_DATA") != NULL;
+    slow_ms = slow ? atol(slow) : 0;
     if (path) log_fd = (int)syscall(SYS_openat, AT_FDCWD, path, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0600);
     if (!fail || !strchr(fail, 58)) return;
     fails_syncs = !strncmp(fail, "sync:", 5);
@@ -84,6 +86,7 @@ static void note_write(const char *path, off_t offset, const void *data, ssize_t
 static int synced(int fd, int (*real)(int)) {
     char path[PATH_MAX], line[PATH_MAX + 8];
     if (!counts(fd, path)) return real(fd);
+    if (slow_ms) usleep((useconds_t)(1000 * slow_ms));
     if (fails(fails_syncs, &syncs, path)) return -1;
     int result = real(fd);
     snprintf(line, sizeof line, "S %s\n", path);

@@ -25,27 +25,33 @@ def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # ---------------------------------------------------------------- the n-th call fails
 
 
-def submit(shell: Shell, server: FaultServer, job: str, streamed: bool, env: Mapping[str, str] | None = None) -> Ran:
+SLOW_MS = 40
+"""A disk on which a sync takes so long is waited for by a thread; a quick one by the event loop."""
+
+
+def submit(shell: Shell, server: FaultServer, job: str, how: str, env: Mapping[str, str] | None = None) -> Ran:
     """Submits the rows one request at a time, as a file or as a stream."""
     args = ("--concurrency", "1", "--job", job)
-    if not streamed:
+    if how != "stream":
         return shell.submit(server, *args, env=env)
     data = (shell.root / "in.jsonl").read_bytes()
     return shell.submit(server, *args, "--flush-interval", "1", source="-", data=data, env=env)
 
 
 def submit_on_failing_disk(
-    shell: Shell, server: FaultServer, shim: Path, job: str, fail: str, streamed: bool
+    shell: Shell, server: FaultServer, shim: Path, job: str, fail: str, how: str
 ) -> tuple[Ran, list[str]]:
     """Runs a job of its own; returns what it did and the shim's events."""
     log = shell.root / f"{job}.log"
     env = {"LD_PRELOAD": str(shim), "SHIM_UNDER": str(shell.root), "SHIM_LOG": str(log), "SHIM_FAIL": fail}
-    return submit(shell, server, job, streamed, env), log.read_text().splitlines()
+    if how == "file, slow disk":
+        env["SHIM_SLOW"] = str(SLOW_MS)
+    return submit(shell, server, job, how, env), log.read_text().splitlines()
 
 
-def check_fail_stop(shell: Shell, server: FaultServer, shim: Path, job: str, fail: str, streamed: bool) -> bool:
+def check_fail_stop(shell: Shell, server: FaultServer, shim: Path, job: str, fail: str, how: str) -> bool:
     """Breaks one run, and continues it on a disk that works. Returns whether the failure was noticed."""
-    ran, events = submit_on_failing_disk(shell, server, shim, job, fail, streamed)
+    ran, events = submit_on_failing_disk(shell, server, shim, job, fail, how)
     first = next((index for index, event in enumerate(events) if event[0] == "X"), None)
     if first is None:  # how commits group varies a little: this run had fewer calls
         ran.told(0)
@@ -59,7 +65,7 @@ def check_fail_stop(shell: Shell, server: FaultServer, shim: Path, job: str, fai
     assert "storage failed" in ran.told(74).err or "the system refused" in ran.err, ran.err
     before = look(shell.root / job)
     assert events.count("P") <= len(before.records) + len(before.in_doubt)
-    done = submit(shell, server, job, streamed).told(0)
+    done = submit(shell, server, job, how).told(0)
     assert done.rows["succeeded"] == ROWS
     check_whole(shell, ROWS, job)
     assert before.records.items() <= look(shell.root / job).records.items()
@@ -68,13 +74,13 @@ def check_fail_stop(shell: Shell, server: FaultServer, shim: Path, job: str, fai
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("streamed", [False, True], ids=["file", "stream"])
+@pytest.mark.parametrize("how", ["file", "file, slow disk", "stream"])
 @pytest.mark.parametrize("kind", ["sync", "write", "sync:once"])
 def test_from_the_nth_call_on_that_the_disk_fails_nothing_more_is_sent(
-    shell: Shell, server: FaultServer, shim: Path, kind: str, streamed: bool
+    shell: Shell, server: FaultServer, shim: Path, kind: str, how: str
 ) -> None:
     shell.write("in.jsonl", prompts(ROWS))
-    ran, events = submit_on_failing_disk(shell, server, shim, "whole", "nothing", streamed)
+    ran, events = submit_on_failing_disk(shell, server, shim, "whole", "nothing", how)
     ran.told(0)
     assert events.count("P") == ROWS
     calls = sum(event[0] == kind[0].upper() for event in events)
@@ -84,9 +90,7 @@ def test_from_the_nth_call_on_that_the_disk_fails_nothing_more_is_sent(
     fails = [":".join(filter(None, (what, str(n), once))) for n in range(1, calls, step)]
     with ThreadPoolExecutor(2) as two:
         names = [fail.replace(":", "-") for fail in fails]
-        noticed = list(
-            two.map(lambda job, fail: check_fail_stop(shell, server, shim, job, fail, streamed), names, fails)
-        )
+        noticed = list(two.map(lambda job, fail: check_fail_stop(shell, server, shim, job, fail, how), names, fails))
     assert sum(noticed) >= len(noticed) - 2
     print(f"{kind}: {len(fails)} of {calls} places; exit 74 and no send after it at {sum(noticed)}")
 
