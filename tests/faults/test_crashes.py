@@ -92,6 +92,13 @@ def test_a_run_broken_anywhere_is_resumed_and_each_row_is_answered_once(
     assert billed(server) <= done.summary["spent_usd"] <= Decimal("0.002")
 
 
+def slow_disk(root: Path) -> dict[str, str]:
+    """Returns the environment of a run that takes its disk for a slow one: its thread writes, not its event loop."""
+    (root / "slow").mkdir()
+    (root / "slow" / "sitecustomize.py").write_text("import batchrun.run.store as store\nstore._QUICK_S = 0.0\n")
+    return {"PYTHONPATH": str(root / "slow")}
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_kills_at_any_moment_lose_nothing_double_nothing_and_stay_within_the_cap(server: FaultServer) -> None:
@@ -112,6 +119,7 @@ def kill_again_and_again(shell: Shell, server: FaultServer, kills: int, rows: in
     # Enough for half of the rows: the cap is met on the way, and then lifted.
     cap = BILL * (rows // 2)
     job = shell.root / "in.batchrun"
+    slow = slow_disk(shell.root)
     shown: dict[int, bytes] = {}
     doubts = killed = capped = 0
     most_repeats = 0
@@ -120,7 +128,7 @@ def kill_again_and_again(shell: Shell, server: FaultServer, kills: int, rows: in
         args = shell.submission(server, "--concurrency", str(in_flight), "--budget", str(cap), *PRICES)
         already = set(server.seen)
         first = len(server.requests)
-        process = shell.start(*args)
+        process = shell.start(*args, env=slow if killed % 2 else {})
         if dice.random() < 0.2:  # at a moment of the clock: also while it starts, takes rows in, or writes files
             time.sleep(dice.random() * 0.6)
             process.kill()
