@@ -12,10 +12,10 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
+import msgspec
 import typer
 from typer.core import TyperCommand
 
@@ -38,8 +38,7 @@ Body: TypeAlias = Callable[..., int]
 """What a command does with its arguments and a _Run."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Run:
+class _Run(msgspec.Struct, frozen=True):
     """What every command gets. ``given`` names the settings that flags, environment or file set now."""
 
     settings: Settings

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
+
+import msgspec
+from msgspec.structs import replace
 
 from batchrun.configfile import find_file, read_file
 from batchrun.errors import BatchrunError
@@ -36,8 +38,7 @@ _Layer: TypeAlias = Mapping[str, Any]
 """Settings field (dotted into ``price`` and ``sim``) → value."""
 
 
-@dataclass(frozen=True, slots=True)
-class PriceOverride:
+class PriceOverride(msgspec.Struct, frozen=True):
     """Dollars per million tokens, as paid: never discounted further. None: not overridden."""
 
     input: Decimal | None = None
@@ -46,8 +47,7 @@ class PriceOverride:
     cache_write: Decimal | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class SimSettings:
+class SimSettings(msgspec.Struct, frozen=True):
     """The simulated provider: latency in seconds, quotas per minute, share of sends that fail, seed."""
 
     latency_s: float = 0.4
@@ -59,8 +59,7 @@ class SimSettings:
     seed: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
+class Settings(msgspec.Struct, frozen=True):
     """Everything a run was told. Keys are not in here: only where to read them."""
 
     # where
@@ -85,7 +84,7 @@ class Settings:
     max_tokens: int | None = None
     temperature: str | None = None
     """A JSON number as it was written, so that its digits survive."""
-    params: Mapping[str, str] = field(default_factory=dict)
+    params: Mapping[str, str] = msgspec.field(default_factory=dict)
     """Request parameter → raw JSON."""
     # batches
     batch_tokens: int | None = None
@@ -103,8 +102,8 @@ class Settings:
     timeout_s: float = 600.0
     # limits
     budget_usd: Decimal | None = None
-    price: PriceOverride = field(default_factory=PriceOverride)
-    prices: Mapping[str, PriceOverride] = field(default_factory=dict)
+    price: PriceOverride = msgspec.field(default_factory=PriceOverride)
+    prices: Mapping[str, PriceOverride] = msgspec.field(default_factory=dict)
     """``[prices]`` of batchrun.toml: model → override."""
     deadline_s: float | None = None
     patience_s: float = 900.0
@@ -128,7 +127,7 @@ class Settings:
     verbose: bool = False
     json: bool = False
     log_format: Literal["text", "json"] = "text"
-    sim: SimSettings = field(default_factory=SimSettings)
+    sim: SimSettings = msgspec.field(default_factory=SimSettings)
     config: Path | None = None
     """The batchrun.toml that was read; None where there is none."""
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from batchrun.errors import BatchrunError
 from batchrun.options import BY_KEY, nearest, read_value
@@ -23,8 +24,7 @@ _IN_PROFILE = {"where", "batches", "flow", "limits", "simulated provider"}
 _SECRET = re.compile(r"(^|_)(key|secret|password|authorization|bearer)$|^((api|auth|access|bearer)_)?token$")
 
 
-@dataclass(frozen=True, slots=True)
-class ConfigFile:
+class ConfigFile(msgspec.Struct, frozen=True):
     """What a batchrun.toml says. ``top`` and each profile are ``Option.field`` → value."""
 
     top: Mapping[str, Any]

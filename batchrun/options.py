@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from batchrun.errors import BatchrunError
 
@@ -275,8 +276,7 @@ def _texts(value: object) -> list[str]:
 # ---------------------------------------------------------------- the table
 
 
-@dataclass(frozen=True, slots=True)
-class Option:
+class Option(msgspec.Struct, frozen=True):
     """One option: ``--name`` as a flag, ``BATCHRUN_<NAME>`` in the environment, ``name`` in batchrun.toml."""
 
     group: str

@@ -7,7 +7,6 @@ seconds since the epoch, for people; ``now`` elsewhere is monotonic seconds, for
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
@@ -28,7 +27,7 @@ FaultKind: TypeAlias = Literal[
 
 
 class Hot(msgspec.Struct, frozen=True, gc=False):
-    """A record made for every row: a tenth of what a frozen dataclass costs to make, and no cycle can hold it."""
+    """A record made for every row. No cycle can hold one, so the garbage collector is spared them."""
 
 
 # ---------------------------------------------------------------- rows in
@@ -42,8 +41,7 @@ class Line(NamedTuple):
     data: bytes
 
 
-@dataclass(slots=True)
-class Row:
+class Row(msgspec.Struct):
     """One request. ``line`` (physical, from 1) is its identity and its place in every order."""
 
     line: int
@@ -63,8 +61,7 @@ class Row:
     """The groups of rows whose prompts begin alike, as the job numbers them, the widest first; empty: none."""
 
 
-@dataclass(frozen=True, slots=True)
-class BadRow:
+class BadRow(msgspec.Struct, frozen=True):
     """A line that is no request: ``why`` fits after "line N: "; ``hint`` says how to mend it."""
 
     line: int
@@ -73,8 +70,7 @@ class BadRow:
     custom_id: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(msgspec.Struct, frozen=True):
     """Consecutive lines of the input, ``size`` bytes.
 
     ``entries`` holds 13 bytes a line: length (u32), class (u8; 0: blank, 1: a row), digest (8).
@@ -97,8 +93,7 @@ Bound: TypeAlias = Literal["tokens", "rows", "bytes", "input", "interval", "grou
 """What ended a batch: a part of its budget, no more rows to share it, none in time, or too many groups at once."""
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
+class Batch(msgspec.Struct, frozen=True):
     """Rows packed together. ``tokens`` is input plus reserved output; ``bytes`` the sum of the bodies."""
 
     id: int
@@ -109,8 +104,7 @@ class Batch:
     bound: Bound
 
 
-@dataclass(slots=True, eq=False)
-class Call:
+class Call(msgspec.Struct, eq=False):
     """One HTTP request to be made: one row in live mode, a whole batch's rows in packed mode."""
 
     rows: tuple[Row, ...]
@@ -169,8 +163,7 @@ class Usage(Hot, frozen=True, gc=False):
     reasoning_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Quota:
+class Quota(msgspec.Struct, frozen=True):
     """One quota as its headers tell it. ``reset_s`` is seconds from the reply until it is full (or refilled)."""
 
     limit: int | None = None
@@ -178,8 +171,7 @@ class Quota:
     reset_s: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Quotas:
+class Quotas(msgspec.Struct, frozen=True):
     """What a reply's headers say of the limits per minute; each None where they are silent."""
 
     requests: Quota | None = None
@@ -212,8 +204,7 @@ class Reply(Hot, frozen=True, gc=False):
     """Answers that match no row: ignored and counted."""
 
 
-@dataclass(frozen=True, slots=True)
-class Fault:
+class Fault(msgspec.Struct, frozen=True):
     """A call that gave no answer. ``maybe_processed`` says whether it may have been worked on and billed."""
 
     kind: FaultKind
@@ -241,8 +232,7 @@ MAYBE_PROCESSED_STATUSES = frozenset({408, 409, 500, 502, 504})
 # ---------------------------------------------------------------- kept: the store's operations
 
 
-@dataclass(frozen=True, slots=True)
-class Indexed:
+class Indexed(msgspec.Struct, frozen=True):
     """Lines that arrived while the run was on; they are in the copy of the input, durably. No part of a fold."""
 
     chunk: Chunk
@@ -252,8 +242,7 @@ class Indexed:
     """All models that rows have asked for so far, where a new one is among them; else none."""
 
 
-@dataclass(frozen=True, slots=True)
-class Opened:
+class Opened(msgspec.Struct, frozen=True):
     """A batch was opened, under a budget of so many tokens, rows and bytes; where its rows share a call: sent."""
 
     batch: int
@@ -281,8 +270,7 @@ class Sent(Hot, frozen=True, gc=False):
     """Whether it stands for its request: true of one row of each call."""
 
 
-@dataclass(frozen=True, slots=True)
-class Returned:
+class Returned(msgspec.Struct, frozen=True):
     """A send that ended without an answer; the row stays pending."""
 
     line: int
@@ -344,8 +332,7 @@ class Settled(Hot, frozen=True, gc=False, kw_only=True):
     """What reading from the provider's cache saved against full price; below 0 where writing to it cost more."""
 
 
-@dataclass(frozen=True, slots=True)
-class Reopened:
+class Reopened(msgspec.Struct, frozen=True):
     """A failed row was made pending again (--retry-failed)."""
 
     line: int
@@ -354,8 +341,7 @@ class Reopened:
     at: float
 
 
-@dataclass(frozen=True, slots=True)
-class Sampled:
+class Sampled(msgspec.Struct, frozen=True):
     """How the run stood at ``at``: the timeline of the report. Counters are deltas since the sample before."""
 
     at: float
@@ -370,8 +356,7 @@ class Sampled:
     binding: str
 
 
-@dataclass(frozen=True, slots=True)
-class Noted:
+class Noted(msgspec.Struct, frozen=True):
     """Something a person may ask about later: a limit change, a pause, a breaker, a notice. ``text`` is one line."""
 
     at: float
@@ -379,8 +364,7 @@ class Noted:
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class Doubted:
+class Doubted(msgspec.Struct, frozen=True):
     """A send whose end is unknown because the run died. Its reservation stays spent."""
 
     line: int
@@ -390,8 +374,7 @@ class Doubted:
     at: float
 
 
-@dataclass(frozen=True, slots=True)
-class RunStarted:
+class RunStarted(msgspec.Struct, frozen=True):
     """A run of the job began."""
 
     run: int
@@ -400,8 +383,7 @@ class RunStarted:
     """Rows of the job as known now (the input may have grown)."""
 
 
-@dataclass(frozen=True, slots=True)
-class RunEnded:
+class RunEnded(msgspec.Struct, frozen=True):
     """A run ended. ``state`` and ``reason`` as in the summary."""
 
     run: int
@@ -442,8 +424,7 @@ class Prices(Protocol):
         """Returns a price that no response with at most these tokens exceeds, or None where unknown."""
 
 
-@dataclass(frozen=True, slots=True)
-class Standing:
+class Standing(msgspec.Struct, frozen=True):
     """Where a run stands now, for progress and ``status``; numbers are of the whole job unless named otherwise."""
 
     total: int

@@ -4,6 +4,7 @@ from decimal import Decimal
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from batchrun.config import CONTENT, PriceOverride, Settings, load, overlay
 from batchrun.errors import BatchrunError, Exit
@@ -101,8 +102,7 @@ def test_an_option_means_the_same_as_a_flag_a_variable_and_an_entry(tmp_path, op
         assert getattr(by_entry, option.key) == tmp_path / text
         assert getattr(by_flag, option.key) == bare / text
         return
-    for settings in (by_flag, by_variable, by_entry):
-        object.__setattr__(settings, "config", None)
+    by_flag, by_variable, by_entry = (replace(settings, config=None) for settings in (by_flag, by_variable, by_entry))
     assert by_flag == by_variable == by_entry
     assert by_flag != Settings() or text == "auto"
 

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from decimal import Decimal
 
 import httpx
@@ -14,6 +13,7 @@ import orjson
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from batchrun.config import SimSettings
 from batchrun.providers.packing import PackedProvider, Packing, make_packed, packing_for

@@ -3,13 +3,13 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
-from dataclasses import replace
 from decimal import Decimal
 from html.parser import HTMLParser
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from batchrun.records import (
     Doubted,

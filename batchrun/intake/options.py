@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+import msgspec
 import orjson
 
 from batchrun.errors import BatchrunError, Exit
@@ -23,8 +23,7 @@ _ENDPOINTS: frozenset[Endpoint] = frozenset(simple.PARAMETERS)
 _CONFIG = "generationConfig"
 
 
-@dataclass(frozen=True, slots=True)
-class Shaping:
+class Shaping(msgspec.Struct, frozen=True):
     """Who will be asked, and what every row is told unless it says otherwise."""
 
     endpoint: Endpoint | None = None
@@ -41,7 +40,7 @@ class Shaping:
     max_tokens: int | None = None
     temperature: str | None = None
     """A JSON number as it was written."""
-    params: Mapping[str, str] = field(default_factory=dict)
+    params: Mapping[str, str] = msgspec.field(default_factory=dict)
     """Request parameter → raw JSON."""
     max_tokens_name: str = "max_completion_tokens"
     """What chat calls it: reasoning models refuse max_tokens, older servers know only that."""

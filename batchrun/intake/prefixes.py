@@ -8,7 +8,6 @@ under one system prompt, and among them those about one document.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import NamedTuple
 
@@ -152,8 +151,7 @@ def group(keys: Iterable[Key]) -> Iterator[Member]:
         key, behind = then, ahead
 
 
-@dataclass(slots=True)
-class Shared:
+class Shared(msgspec.Struct):
     """What the rows of an input share."""
 
     rows: int = 0
@@ -161,7 +159,7 @@ class Shared:
     groups: int = 0
     bytes: int = 0
     """Of all bodies, in groups or not."""
-    shared: dict[str, int] = field(default_factory=dict)
+    shared: dict[str, int] = msgspec.field(default_factory=dict)
     """Model → bytes that a cache would read once the first row of each group has begun it."""
 
     def add(self, member: Member) -> None:

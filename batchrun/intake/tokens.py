@@ -8,11 +8,11 @@ import math
 import re
 from base64 import b64decode
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import msgspec
 import orjson
 
 from batchrun.records import Endpoint, Row
@@ -331,23 +331,21 @@ def _list(value: object) -> Iterable[Any]:
 # ---------------------------------------------------------------- what providers say
 
 
-@dataclass(slots=True)
-class _Sums:
+class _Sums(msgspec.Struct):
     observed: int = 0
     estimated: float = 0.0
     actual: float = 0.0
     highest: float = 0.0
 
 
-@dataclass(slots=True)
-class Calibration:
+class Calibration(msgspec.Struct):
     """How far estimates are off, per model: the ratio of sums of what providers counted and what we said.
 
     ratio = Σ actual·d^age / Σ estimated·d^age, with d = 0.98 an observation, kept within [¼, 4]; 1 until five
     observations. Sums weigh long prompts as much as they cost.
     """
 
-    _models: dict[str, _Sums] = field(default_factory=dict)
+    _models: dict[str, _Sums] = msgspec.field(default_factory=dict)
 
     def observe(self, model: str, estimated: int, actual: int) -> None:
         """Takes a reply's input tokens into account; a count of nothing says nothing."""

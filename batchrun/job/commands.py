@@ -7,8 +7,10 @@ import errno
 import os
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
+
+import msgspec
+from msgspec.structs import replace
 
 from batchrun.config import CONTENT, Settings, overlay
 from batchrun.errors import BatchrunError, Exit
@@ -28,8 +30,7 @@ from batchrun.run.view import DATABASE, View, is_job
 __all__ = ["CheckResult", "check", "resume", "submit"]
 
 
-@dataclass(frozen=True, slots=True)
-class CheckResult:
+class CheckResult(msgspec.Struct, frozen=True):
     """What ``check`` found. ``bad`` are the first twenty bad lines."""
 
     rows: int

@@ -8,12 +8,12 @@ import itertools
 import random
 import sys
 import time
-from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
 from typing import Any, Literal
 
 import anyio
+import msgspec
 
 from batchrun.config import Settings
 from batchrun.errors import BatchrunError, Exit
@@ -45,8 +45,7 @@ __all__ = ["Outcome", "Run"]
 _NO_ROWS = "the input has no rows: nothing to do"
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(msgspec.Struct, frozen=True):
     """How a command that runs a job ended."""
 
     exit_code: int

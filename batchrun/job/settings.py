@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import Any
 
 import msgspec
+from msgspec.structs import fields
 
 from batchrun.config import Settings
 

@@ -8,9 +8,10 @@ where nothing is ever refused, try a little more and a little less now and then,
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 from math import inf
 from typing import Literal
+
+import msgspec
 
 from batchrun.plan.measure import Meetings, Round, Throughput
 from batchrun.plan.pace import Pace
@@ -47,8 +48,7 @@ WORTH_TELLING = 0.1
 """Of the window: smaller steps of a climb are not told."""
 
 
-@dataclass(frozen=True, slots=True)
-class LimitChange:
+class LimitChange(msgspec.Struct, frozen=True):
     """The window went from ``old`` to ``new`` at ``at``, and why."""
 
     at: float
@@ -60,8 +60,7 @@ class LimitChange:
         return f"{self.old} → {self.new} {self.why}"
 
 
-@dataclass(slots=True)
-class _Cut:
+class _Cut(msgspec.Struct):
     """A cohort of refusals that is coming in. ``admitted`` were out beside it and have not been refused."""
 
     at: float

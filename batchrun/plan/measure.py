@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, replace
 from typing import Literal
+
+import msgspec
+from msgspec.structs import replace
 
 __all__ = ["Meetings", "Round", "Throughput"]
 
@@ -16,8 +18,7 @@ FEWEST_ANSWERS, ENOUGH_ANSWERS = 8, 40
 """A round has half a window of answers, but no fewer and no more than these."""
 
 
-@dataclass(frozen=True, slots=True)
-class Throughput:
+class Throughput(msgspec.Struct, frozen=True):
     """What a round showed.
 
     By Little's law: calls in flight over the mean time of service, which is steadier than a count of ends; for tokens

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
 from math import inf
+
+import msgspec
 
 from batchrun.records import Batch, Bound, GroupKey, Row
 
@@ -23,8 +24,7 @@ HELD_BYTES = 32 * 1024 * 1024
 """Bytes of rows that wait to be packed, or two batches' where that is more."""
 
 
-@dataclass(frozen=True, slots=True)
-class PackBudget:
+class PackBudget(msgspec.Struct, frozen=True):
     """Most tokens, rows and bytes of a batch."""
 
     tokens: int

@@ -5,10 +5,11 @@ from __future__ import annotations
 import heapq
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
 from decimal import Decimal
 from math import exp
 from typing import Literal, Protocol
+
+import msgspec
 
 from batchrun.records import Call, Fault, Output, Quota, Quotas, Reply, Usage
 
@@ -20,8 +21,7 @@ BROKEN = Fault("overloaded", "internal error", 500, maybe_processed=True)
 HUNG = Fault("timeout", "no answer", maybe_processed=True)
 
 
-@dataclass(frozen=True, slots=True)
-class Outage:
+class Outage(msgspec.Struct, frozen=True):
     """From ``start`` to ``end`` (seconds) the server refuses connections, hangs, or answers 500."""
 
     start: float
@@ -29,8 +29,7 @@ class Outage:
     mode: Literal["refuse", "hang", "error"] = "refuse"
 
 
-@dataclass(frozen=True, slots=True)
-class ServerModel:
+class ServerModel(msgspec.Struct, frozen=True):
     """What is assumed of a server. Rates are per second, times are seconds; None is no such limit."""
 
     latency_s: float = 1.0
@@ -76,8 +75,7 @@ class ServerModel:
         return factor
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
+class Work(msgspec.Struct, frozen=True):
     """A call and what will come of it: the output tokens that it will use, and its price where that is known."""
 
     call: Call

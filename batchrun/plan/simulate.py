@@ -11,10 +11,11 @@ import heapq
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
 from decimal import Decimal
 from math import inf
 from typing import Protocol
+
+import msgspec
 
 from batchrun.plan.schedule import Done, Flow, Note, Schedule, Send, Settlement, Sleep, Step, Stop
 from batchrun.plan.servers import Outage, Server, ServerModel, Work
@@ -23,8 +24,7 @@ from batchrun.records import Call, Fault, Reply
 __all__ = ["Decider", "Outage", "Result", "ServerModel", "Work", "simulate"]
 
 
-@dataclass(slots=True)
-class Result:
+class Result(msgspec.Struct):
     """How a simulated run went."""
 
     duration_s: float = 0.0
@@ -44,16 +44,16 @@ class Result:
     max_in_flight: int = 0
     stop: Stop | None = None
     """None: it ran to its end, or to ``until_s``."""
-    bound_s: dict[str, float] = field(default_factory=dict)
+    bound_s: dict[str, float] = msgspec.field(default_factory=dict)
     """What was binding → for how many seconds."""
-    notes: list[Note] = field(default_factory=list)
-    answered: Counter[int] = field(default_factory=Counter)
+    notes: list[Note] = msgspec.field(default_factory=list)
+    answered: Counter[int] = msgspec.field(default_factory=Counter)
     """Second → calls answered in it; likewise ``sent`` and ``refusals``."""
-    used: Counter[int] = field(default_factory=Counter)
+    used: Counter[int] = msgspec.field(default_factory=Counter)
     """Second → tokens of the calls answered in it; likewise ``used_input``, input tokens alone."""
-    used_input: Counter[int] = field(default_factory=Counter)
-    sent: Counter[int] = field(default_factory=Counter)
-    refusals: Counter[int] = field(default_factory=Counter)
+    used_input: Counter[int] = msgspec.field(default_factory=Counter)
+    sent: Counter[int] = msgspec.field(default_factory=Counter)
+    refusals: Counter[int] = msgspec.field(default_factory=Counter)
     trace: str = ""
     """Digest of every step: the same seed gives the same bytes."""
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from decimal import Decimal
 from typing import Literal, TypeAlias
+
+import msgspec
 
 from batchrun.errors import Exit
 from batchrun.records import Call, Fault, Hot, Row
@@ -12,8 +13,7 @@ from batchrun.records import Call, Fault, Hot, Row
 __all__ = ["Done", "Flow", "Idle", "Note", "Send", "Settlement", "Sleep", "Step", "Stop"]
 
 
-@dataclass(frozen=True, slots=True)
-class Flow:
+class Flow(msgspec.Struct, frozen=True):
     """What a run was told about its flow. ``deadline_at`` is monotonic seconds."""
 
     max_concurrency: int = 256
@@ -48,20 +48,17 @@ class Send(Hot, frozen=True, gc=False):
     origin: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Sleep:
+class Sleep(msgspec.Struct, frozen=True):
     """Nothing may go out before ``until``, unless a call ends or more are offered."""
 
     until: float
 
 
-@dataclass(frozen=True, slots=True)
-class Idle:
+class Idle(msgspec.Struct, frozen=True):
     """Wait for a reply or for more calls."""
 
 
-@dataclass(frozen=True, slots=True)
-class Stop:
+class Stop(msgspec.Struct, frozen=True):
     """Why a run ends before its rows do: a machine word, the exit code, and a line for people."""
 
     reason: str
@@ -69,8 +66,7 @@ class Stop:
     detail: str
 
 
-@dataclass(frozen=True, slots=True)
-class Done:
+class Done(msgspec.Struct, frozen=True):
     """Nothing is in flight and nothing more will be sent."""
 
     stop: Stop | None
@@ -94,8 +90,7 @@ class Settlement(Hot, frozen=True, gc=False):
     fault: Fault | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Note:
+class Note(msgspec.Struct, frozen=True):
     """Something a person may ask about later. ``at_now`` is monotonic seconds."""
 
     at_now: float

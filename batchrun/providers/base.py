@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeAlias
 from urllib.parse import urlsplit
 
@@ -98,8 +97,7 @@ class Secret(bytes):
         return "b'[redacted]'"
 
 
-@dataclass(frozen=True)
-class Wire:
+class Wire(msgspec.Struct, frozen=True):
     """What tells one provider from another of its family."""
 
     name: str

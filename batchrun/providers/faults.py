@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any, Literal, NamedTuple
 from urllib.parse import urlsplit
+
+import msgspec
 
 from batchrun.providers.headers import exhausted_s, go_duration_s, retry_after_s
 from batchrun.records import Fault, FaultKind, HttpResponse, Quotas, Usage
@@ -133,8 +134,7 @@ _STATUS_OF = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class ErrorBody:
+class ErrorBody(msgspec.Struct, frozen=True):
     """What a server said went wrong, whatever its shape."""
 
     message: str
@@ -147,12 +147,11 @@ class ErrorBody:
     """A code that is a number, such as the HTTP status repeated."""
     retry_s: float | None = None
     """Google's RetryInfo."""
-    headers: Mapping[str, str] = field(default_factory=dict)
+    headers: Mapping[str, str] = msgspec.field(default_factory=dict)
     """Rate limit headers of the server behind a gateway (OpenRouter), lower case."""
 
 
-@dataclass(frozen=True, slots=True)
-class Broken:
+class Broken(msgspec.Struct, frozen=True):
     """A 200 that holds no answer: garbled, or with ``error`` an error to be classified like a status."""
 
     why: str

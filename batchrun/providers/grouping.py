@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
 import msgspec
@@ -52,8 +51,7 @@ _REQUEST_BYTES = 64
 """Names and punctuation of one of a gateway's batch requests."""
 
 
-@dataclass(frozen=True)
-class Packing:
+class Packing(msgspec.Struct, frozen=True):
     """How rows of one endpoint share a call, and within what limits."""
 
     name: PackingName

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 
 import msgspec
 import orjson
+from msgspec.structs import replace
 
 from batchrun.providers.base import Family, Provider, load, raw_members
 from batchrun.providers.faults import Broken, fault_of

@@ -6,10 +6,12 @@ import difflib
 import ipaddress
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 from urllib.parse import SplitResult, urlsplit, urlunsplit
+
+import msgspec
+from msgspec.structs import replace
 
 from batchrun.errors import BatchrunError, Exit
 from batchrun.providers import anthropic, gemini, openai
@@ -28,8 +30,7 @@ _HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 _HEADER_VALUE = re.compile(r"[\x21-\x7e]([\x20-\x7e\t]*[\x21-\x7e])?")
 
 
-@dataclass(frozen=True)
-class Preset:
+class Preset(msgspec.Struct, frozen=True):
     """A provider as it is before a key is known. ``base_url`` ends before the endpoint's own path."""
 
     name: str

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, Literal
 
@@ -20,8 +19,7 @@ from batchrun.records import HttpResponse, Output, Reply, Row, Usage
 __all__ = ["Unpacked", "unpack"]
 
 
-@dataclass(frozen=True, slots=True)
-class Unpacked:
+class Unpacked(msgspec.Struct, frozen=True):
     """What a reply holds."""
 
     reply: Reply

@@ -7,9 +7,10 @@ import math
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, Literal
+
+import msgspec
 
 from batchrun.report.histogram import Histogram
 from batchrun.report.packed import packing_figures
@@ -20,8 +21,7 @@ __all__ = ["JobStanding", "Tally", "dumps", "plain", "report", "summary"]
 _PERCENTILES = (50, 90, 95, 99)
 
 
-@dataclass(frozen=True, slots=True)
-class JobStanding:
+class JobStanding(msgspec.Struct, frozen=True):
     """What a report says of a job that the fold cannot know."""
 
     job: str

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from decimal import Context, Decimal
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, TypeAlias
+
+import msgspec
 
 from batchrun.config import PriceOverride
 from batchrun.records import Usage
@@ -43,8 +44,7 @@ _PER_MTOK = Decimal("0.000001")
 _MAX_KNOWN = 1_000
 
 
-@dataclass(frozen=True, slots=True)
-class _Rates:
+class _Rates(msgspec.Struct, frozen=True):
     """Dollars per token where a response has more than ``above`` input tokens. None: unknown."""
 
     above: int

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from decimal import Decimal
 from typing import Any
+
+import msgspec
 
 from batchrun.report.inert import Foreign, sanitize
 from batchrun.report.metrics import plain
@@ -20,8 +21,7 @@ _SHOWN_NOTES = 20
 _SPARK_POINTS = 48
 
 
-@dataclass(frozen=True, slots=True)
-class Table:
+class Table(msgspec.Struct, frozen=True):
     """Rows of cells; the first ``words`` columns are text, the others figures; ``Foreign`` ones not ours."""
 
     head: Sequence[str]
@@ -29,8 +29,7 @@ class Table:
     words: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class Section:
+class Section(msgspec.Struct, frozen=True):
     """A titled part of the report: facts (label and value), then a table, then plain lines."""
 
     title: str

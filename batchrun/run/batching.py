@@ -6,12 +6,13 @@ Runs on a thread, ahead of sending.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
 from decimal import Decimal
 from math import inf
 from time import monotonic
 
+import msgspec
 import orjson
+from msgspec.structs import replace
 
 from batchrun.config import Settings
 from batchrun.errors import BatchrunError, Exit
@@ -29,8 +30,7 @@ UNLIMITED_OUTPUT_TOKENS = 131_072
 """Output reserved under a budget for a row that names no limit: no current model writes more in one answer (128 Ki)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Prepared:
+class Prepared(msgspec.Struct, frozen=True):
     """A batch with its calls, ready to be offered."""
 
     batch: Batch

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 from urllib.parse import quote, quote_plus
+
+from msgspec.structs import replace
 
 from batchrun.records import Fault, HttpResponse
 

@@ -7,11 +7,11 @@ import sqlite3
 import struct
 from collections import Counter
 from collections.abc import Callable, Container, Iterator
-from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 from typing import BinaryIO, Literal
 
+import msgspec
 import orjson
 
 from batchrun.errors import BatchrunError, Exit
@@ -42,16 +42,15 @@ def _entry(line: Line | OversizedLine, kind: int) -> bytes:
 # ---------------------------------------------------------------- scanning
 
 
-@dataclass(slots=True)
-class Scan:
+class Scan(msgspec.Struct):
     """What a pass over an input found. ``bad`` are the first twenty bad lines, in input order; ``bad_count`` all."""
 
     lines: int = 0
     rows: int = 0
-    bad: list[BadRow] = field(default_factory=list)
+    bad: list[BadRow] = msgspec.field(default_factory=list)
     bad_count: int = 0
-    endpoints: Counter[str] = field(default_factory=Counter)
-    models: Counter[str] = field(default_factory=Counter)
+    endpoints: Counter[str] = msgspec.field(default_factory=Counter)
+    models: Counter[str] = msgspec.field(default_factory=Counter)
 
     def note_bad(self, bad: BadRow) -> None:
         """Counts a bad line; keeps it if it is among the first ones."""

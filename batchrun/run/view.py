@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import sqlite3
 from collections.abc import Iterator
-from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
 import orjson
 
 from batchrun.errors import BatchrunError, Exit
@@ -25,8 +25,7 @@ FORMAT = 2
 _CHUNK = "first_line,offset,size,lines,rows,entries"
 
 
-@dataclass(frozen=True, slots=True)
-class Intent:
+class Intent(msgspec.Struct, frozen=True):
     """A row that was sent and is not settled. ``open``: its last send's end is unknown."""
 
     line: int

@@ -15,10 +15,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from decimal import Decimal
 from math import exp, inf
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from batchrun.plan.schedule import Flow, Idle, Note, Send, Settlement, Sleep, Step
 from batchrun.plan.simulate import Outage, Result, ServerModel, Work, simulate
