@@ -55,7 +55,7 @@ def reader(store: Store, tmp_path: Path, data: bytes, up_to: int | None = None) 
 
 
 def pending(rows: RowReader) -> list[tuple[int, str]]:
-    return [(r.line, r.custom_id) for piece in rows.pending() for r in piece]
+    return [(r.line, r.custom_id) for r in rows.pending()]
 
 
 def test_rows_are_found_again_by_offset_in_input_order(store: Store, tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_rows_that_begin_alike_come_group_by_group_after_priority_and_before_the
         store.add_prefixes(db, [(3_010, (1,)), (3_009, (1,))])
     store.apply([settled(7), settled(1)])
     rows = reader(store, tmp_path, data)
-    found = [(r.line, r.prefix) for piece in rows.pending() for r in piece]
+    found = [(r.line, r.prefix) for r in rows.pending()]
     assert found[:6] == [(2, ()), (3_000, (1,)), (5, (1, 2)), (2_000, (1, 2)), (3_010, (5,)), (3_009, (5,))]
     rest = sorted(set(range(1, 3_011)) - {1, 2, 4, 5, 7, 2_000, 3_000, 3_009, 3_010})
     assert found[6:] == [(line, ()) for line in [*rest, 4]]

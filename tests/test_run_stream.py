@@ -124,7 +124,7 @@ def test_however_the_bytes_arrive_spool_index_and_rows_are_those_of_the_whole(
     assert arrival.store.rows() == len(wanted) + len(bad)
     assert arrival.store.settled(10_000) == (0, len(bad))
     reader = RowReader(arrival.spool, arrival.store, SHAPER, arrival.store.last_line())
-    assert [(each.line, each.custom_id) for piece in reader.pending() for each in piece] == [w[:2] for w in wanted]
+    assert [(each.line, each.custom_id) for each in reader.pending()] == [w[:2] for w in wanted]
     reader.close()
     assert arrival.store.end() == len(whole)
     arrival.close()

@@ -135,9 +135,8 @@ class Batching:
 
     def __iter__(self) -> Iterator[Prepared]:
         """Yields the pending rows in batches, larger priority first."""
-        for rows in self._reader.pending():
-            for row in rows:
-                yield from self._add(row, 0.0)
+        for row in self._reader.pending():
+            yield from self._add(row, 0.0)
         if self._arriving is not None:
             yield from self._as_they_arrive(self._arriving)
         yield from self._flush(inf)

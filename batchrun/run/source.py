@@ -289,10 +289,10 @@ class RowReader:
         """Closes the input."""
         os.close(self._fd)
 
-    def pending(self) -> Iterator[list[Row]]:
-        """Yields the rows without an outcome, a piece at a time: larger priority first, then input order.
+    def pending(self) -> Iterator[Row]:
+        """Yields the rows without an outcome: larger priority first, then input order.
 
-        Within priority 0 those come first whose prompts begin alike, group by group.
+        Within priority 0 those come first whose prompts begin alike, group by group. Each is read when it is asked for.
         """
         prioritised = self._view.has_priorities()
         yield from self._of_priority(1)
@@ -300,7 +300,7 @@ class RowReader:
             for number, path in self._view.pending_of_prefixes(self._up_to):
                 row = self.row(number)
                 row.prefix = path
-                yield [row]  # they are long: a page of them would be megabytes
+                yield row
         for chunk in self._view.chunks():
             if chunk.first_line > self._up_to:
                 break
@@ -314,12 +314,11 @@ class RowReader:
                 skip |= self._view.prefixed_in(chunk.first_line, last)
                 if len(skip) >= chunk.rows:
                     continue
-            yield [self._shape(line) for line in self._lines(chunk, last, skip)]
+            yield from map(self._shape, self._lines(chunk, last, skip))
         yield from self._of_priority(-1)
 
-    def _of_priority(self, sign: Literal[1, -1]) -> Iterator[list[Row]]:
-        for lines in self._view.pending_of_priority(sign, self._up_to):
-            yield [self.row(number) for number in lines]
+    def _of_priority(self, sign: Literal[1, -1]) -> Iterator[Row]:
+        yield from map(self.row, self._view.pending_of_priority(sign, self._up_to))
 
     def row(self, number: int) -> Row:
         """Returns the row on a line."""

@@ -126,7 +126,7 @@ class View:
         """Whether any row has a priority other than 0."""
         return self._db.execute("SELECT 1 FROM priority LIMIT 1").fetchone() is not None
 
-    def pending_of_priority(self, sign: Literal[1, -1], up_to_line: int) -> Iterator[list[int]]:
+    def pending_of_priority(self, sign: Literal[1, -1], up_to_line: int) -> Iterator[int]:
         """Yields lines without an outcome whose priority is above (1) or below (-1) 0, the largest priority first."""
         bound = "priority>0" if sign > 0 else "priority<0"
         query = (
@@ -137,7 +137,8 @@ class View:
         priority, line = 2**63 - 1, 0
         while found := self._db.execute(query, (priority, priority, line, up_to_line)).fetchall():
             priority, line = found[-1]
-            yield [number for _, number in found]
+            for _, number in found:
+                yield number
 
     def prioritised_in(self, first: int, last: int) -> set[int]:
         """Returns the lines from ``first`` to ``last`` whose priority is not 0."""
